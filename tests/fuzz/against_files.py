@@ -14,12 +14,14 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import io
 import json
 import os
 import pickle
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -157,6 +159,13 @@ def _tables_csv(folder: Path) -> None:
     (folder / "t.csv").write_text(f"{names}\na,1000,32,2.5,1,\nb,50,8,1,2,true\n")
 
 
+def _tables_as_written(folder: Path) -> None:
+    names = "Name,Num_Embeddings,embedding_dim,weighted,data_type"
+    (folder / "t.csv").write_text(
+        f'# by hand\n{names}\na,"1,000",32.0,yes,torch.float32\nb,5e1,8,0,half\n'
+    )
+
+
 def _profile(rows: int) -> Any:
     return zipf_profile(batch_size=512, pooling_factor=2.0, num_embeddings=rows)
 
@@ -191,6 +200,13 @@ def _use_tables(name: str, workload: str | None = None) -> Callable[[Path], None
         build_model(tables)
 
     return use
+
+
+def _use_standard_input(folder: Path) -> None:
+    path = folder / "t.csv"
+    piped = path.read_bytes() if path.is_file() else b""
+    sys.stdin = io.TextIOWrapper(io.BytesIO(piped))
+    _use_tables("-")(Path())
 
 
 def _use_profiles(folder: Path) -> None:
@@ -234,6 +250,7 @@ KINDS: dict[str, Kind] = {
     "comms records": Kind(_comms_records, _use_comms_records),
     "plan": Kind(make_plan, _use_plan),
     "tables, csv": Kind(_tables_csv, _use_tables("t.csv")),
+    "tables, standard input": Kind(_tables_as_written, _use_standard_input),
     "tables, json": Kind(_tables_json, _use_tables("t.json")),
     "workloads": Kind(_workloads, _use_tables("t.json", "b")),
     "profiles": Kind(

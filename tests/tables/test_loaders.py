@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -68,7 +69,14 @@ FILES["t.YML"] = """\ufeff# a comment
 - {name: b, num_embeddings: 2_0, embedding_dim: 4}
 """
 FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
-# Variants that spreadsheets, editors and other systems write.
+# Variants that people, spreadsheets, editors and other systems write.
+FILES["cased.csv"] = FILES["t.csv"].replace("name,num_emb", "Name,Num_Emb")
+FILES["written.csv"] = """\
+name,num_embeddings,embedding_dim,weighted,data_type,optimizer
+a,1e1,8.0,YES,torch.float32,RowWiseAdagrad
+b,2_0,"0,004",0,NULL,EXACT_ROWWISE_ADAGRAD
+"""
+FILES["texts.json"] = FILES["list.json"].replace("10", '"10"').replace("true", '"yes"')
 FILES["bom.csv"] = "\ufeff" + FILES["t.csv"].replace("\n", "\r\n")
 FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
 CSV = "name,num_embeddings,embedding_dim\n"
@@ -84,6 +92,49 @@ def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
         TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
         TableConfig(name="b", num_embeddings=20, embedding_dim=4),
     )
+
+
+@pytest.mark.parametrize("name", [n for n in FILES if n != "w.json"])
+def test_standard_input_holds_tables_of_any_format(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if FILES[name].startswith("\ufeff# a comment"):
+        pytest.importorskip("yaml")
+    assert len(read_piped(FILES[name], monkeypatch)) == 2
+
+
+def read_piped(text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[TableConfig, ...]:
+    """Read tables from a text in standard input."""
+    stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    return read_tables("-").tables
+
+
+def test_yaml_is_told_from_csv(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("yaml")
+    one = "name: a, num_embeddings: 9, embedding_dim: 4"
+    for text in (f"- {{{one}}}", f"tables: [{{{one}}}]", f"---\n- {{{one}}}"):
+        assert len(read_piped(text, monkeypatch)) == 1
+
+
+def test_bad_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, message in (
+        (" \n", "standard input holds no tables: pipe CSV, JSON or YAML into it"),
+        ("a,9,8\n", "standard input, line 1 is not a heading: 'a,9,8'"),
+        (f"{CSV}a,9,8\na,9,8\n", "standard input, table 'a' is given twice"),
+        ("{", "standard input cannot be read as JSON"),
+        (f'{{"workloads": [{W}, {W.replace("w", "v", 1)}]}}', "2 workloads, .*save it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_piped(text, monkeypatch)
+    stdin = io.StringIO("name")
+    stdin.isatty = lambda: True  # type: ignore[method-assign]
+    for terminal in (stdin, None):
+        monkeypatch.setattr(sys, "stdin", terminal)
+        with pytest.raises(ConfigError, match="holds no tables: pipe"):
+            read_tables("-")
+    with pytest.raises(ConfigError, match="cannot read '-': No such file"):
+        load_profiles("-")  # only tables are piped
 
 
 SEQUENCES = """\
@@ -134,14 +185,55 @@ def test_tables_of_sequences_have_lengths_and_padding(tmp_path: Path) -> None:
             "line 2: .*'a'.*mean <= p95 <= longest, got 9, 5",
         ),
         ("t.csv", f"{CSV.strip()},padding_share\na,9,8,1.5", "line 2: .*'a'.*0 to 1"),
-        ("t.csv", f"{CSV.strip()},pooled\na,9,8,no", "line 2: .*'a'.*pooled must be"),
+        ("t.csv", f"{CSV.strip()},pooled\na,9,8,si", "line 2: .*'a'.*pooled must be"),
         (
             "t.csv",
             f"{CSV.strip()},pooled,weighted\na,9,8,false,true",
             "line 2: .*'a'.*weighted must be false if rows are not pooled",
         ),
-        ("t.csv", "name,num_embeddings\na,10\n", "line 2: .*field 'embedding_dim'"),
-        ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
+        (
+            "t.csv",
+            "a_1,9,8\n",
+            "line 1 is not a heading: 'a_1,9,8'. The first line names the columns, "
+            "such as name,num_embeddings,embedding_dim,pooling_factor; the fields are",
+        ),
+        ("t.csv", "a\x1b[2J,9\n", r"is not a heading: 'a\\x1b\[2J,9'"),
+        ("t.csv", "# of 2026\nx;y\n", "line 2 is not a heading: 'x;y'"),
+        ("t.csv", f",{CSV}0,a,9,8\n", r"line 1: column 1 has no name.*index=False"),
+        ("t.csv", f"{CSV.strip()},NAME\n", "line 1, the heading: 'name' appears twice"),
+        (
+            "t.csv",
+            "name,num_embeddings\na,10\n",
+            r"line 1, the heading: field 'embedding_dim' is missing \(given: name, num",
+        ),
+        (
+            "t.csv",
+            "name,num_embedings,dim\na,10,8\n",
+            "line 1, the heading: unknown fields 'num_embedings', 'dim'; did you mean "
+            "'num_embeddings' for 'num_embedings', 'embedding_dim' for 'dim'",
+        ),
+        ("t.csv", f"{CSV}a,,8\n", "line 2: table 'a': field 'num_embeddings' is miss"),
+        ("t.csv", CSV, "' holds no tables: expected CSV with a heading"),
+        (
+            "t.json",
+            '[{"name": "a", "rows": 9, "dim": 8}]',
+            "table 0: table 'a': unknown fields 'rows', 'dim'; did you mean 'num_emb",
+        ),
+        (
+            "t.json",
+            '{"workloads": [{"name": "w", "rows": [9], "hotness": [3]}]}',
+            "workload 'w': did you mean 'pooling' or 'lookups' for 'hotness'",
+        ),
+        (
+            "t.json",
+            '{"workloads": [{"name": "w", "groups": [{"num_rows": 9, "dim": 8}]}]}',
+            "workload 'w': missing: num_tables, hotness; did you mean 'rows' for 'num_",
+        ),
+        (
+            "t.json",
+            '{"workloads": [{"name": "w", "tables": [{"name": "a", "dim": 8}]}]}',
+            "workload 'w': table 0: table 'a': unknown field 'dim'; .* mean 'embedding",
+        ),
         ("t.csv", f"{CSV}a,1x,8\n", "line 2: .*num_embeddings .* '1x'"),
         ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
         ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),

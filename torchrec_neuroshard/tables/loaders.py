@@ -6,7 +6,10 @@ import csv
 import dataclasses
 import importlib
 import io
+import itertools
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +30,13 @@ from torchrec_neuroshard.files import (
 )
 from torchrec_neuroshard.tables.hot_rows import HotRows
 from torchrec_neuroshard.tables.profile import FeatureProfile, zipf_profile
+from torchrec_neuroshard.tables.spellings import (
+    check_fields,
+    is_number_text,
+    known_name,
+    meant_field,
+    read_value,
+)
 from torchrec_neuroshard.tables.table import (
     COLUMN_MULTIPLE,
     TableConfig,
@@ -41,8 +51,22 @@ MOST_TABLES = 100_000
 
 _LENGTHS = ("length_p95", "length_max", "padding_share")
 """Fields of a table that describe its samples, instead of a profile."""
-_TEXT = ("name", "data_type", "optimizer")
-"""Fields that stay text even if they look like numbers."""
+_FIELDS = (*(field.name for field in dataclasses.fields(TableConfig)), *_LENGTHS)
+_REQUIRED = ("name", "num_embeddings", "embedding_dim")
+_LISTS: Mapping[str, Sequence[str]] = {
+    "num_embeddings": ("rows",),
+    "embedding_dim": ("dim", "dims"),
+    "pooling_factor": ("pooling", "lookups"),
+}
+"""Field of a table -> its names in a workload of parallel lists."""
+_GROUPS: Mapping[str, Sequence[str]] = {
+    "num_embeddings": ("rows",),
+    "embedding_dim": ("dim",),
+    "pooling_factor": ("hotness",),
+}
+"""Field of a table -> its name in a group of equal tables."""
+_YAML_LINE = re.compile(r"-(\s|$)|---|[^,;\t]*:(\s|$)")
+"""How a line of YAML begins."""
 
 
 def read_document(path: str | Path) -> Any:
@@ -51,31 +75,76 @@ def read_document(path: str | Path) -> Any:
     Raises:
         ConfigError: The file is missing or malformed, or PyYAML is missing.
     """
-    text, is_yaml = _read_text(path), Path(path).suffix.lower() in (".yaml", ".yml")
+    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
+    return _parsed(_read_text(path), f"'{path}'", is_yaml)
+
+
+def _parsed(text: str, shown: str, is_yaml: bool) -> Any:
     try:
         if is_yaml:
             return importlib.import_module("yaml").safe_load(text)
         return parse_json(text)
     except ImportError as error:
         raise ConfigError(
-            f"cannot read '{path}': PyYAML is not installed. Run `pip install pyyaml`, "
+            f"cannot read {shown}: PyYAML is not installed. Run `pip install pyyaml`, "
             "or convert the file to JSON"
         ) from error
     except Exception as error:  # JSON's or YAML's
         reason = " ".join(str(error).split())
         kind = "YAML" if is_yaml else "JSON"
-        raise ConfigError(f"'{path}' cannot be read as {kind}: {reason}") from error
+        raise ConfigError(f"{shown} cannot be read as {kind}: {reason}") from error
 
 
-def _read_text(path: str | Path) -> str:
+def _read_text(path: str | Path, *, may_be_piped: bool = False) -> str:
+    """Return a file's text.
+
+    Args:
+        path: The file.
+        may_be_piped: Whether "-" is standard input.
+
+    Raises:
+        ConfigError: The file cannot be read, or standard input holds nothing.
+    """
+    is_piped = may_be_piped and str(path) == "-"
+    shown = _shown(path) if is_piped else f"'{path}'"
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        if not is_piped:
+            return Path(path).read_text(encoding="utf-8-sig")
+        if sys.stdin is not None and not sys.stdin.isatty():
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
+            if text.strip():
+                return text
+        raise ConfigError(
+            "standard input holds no tables: pipe CSV, JSON or YAML into it, as in "
+            "`neuroshard plan - < tables.csv`"
+        )
     except OSError as error:
-        raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
+        raise ConfigError(f"cannot read {shown}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"cannot read '{path}': {error}. Save it as UTF-8 text"
+            f"cannot read {shown}: {error}. Save it as UTF-8 text"
         ) from error
+
+
+def _shown(path: str | Path) -> str:
+    return "standard input" if str(path) == "-" else f"'{path}'"
+
+
+def _format(path: str | Path, text: str) -> str:
+    """Return "csv", "json" or "yaml": a file's ending, or what standard input holds."""
+    if str(path) != "-":
+        kind = Path(path).suffix.lower()
+        return {".csv": "csv", ".yaml": "yaml", ".yml": "yaml"}.get(kind, "json")
+    if text.lstrip()[:1] in ("[", "{"):
+        return "json"
+    first = next(_content_lines(text), "")
+    is_yaml = _YAML_LINE.match(first) or not re.search("[,;\t]", first)
+    return "yaml" if is_yaml else "csv"
+
+
+def _content_lines(text: str) -> Iterator[str]:
+    """Yield the lines that are neither empty nor comments."""
+    return (line for line in text.splitlines() if line.strip()[:1] not in ("", "#"))
 
 
 def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
@@ -123,33 +192,31 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
     those of `TableConfig`: `name`, `num_embeddings` and `embedding_dim` are required,
     all others have defaults. `length_p95` and `length_max` describe lengths of samples,
     per feature; see `FeatureProfile.of_lengths`. `padding_share` is the share of ids
-    that are 0.
+    that are 0. Numbers and types may be written as `spellings.read_value` reads them.
 
     Args:
-        path: The file; its ending decides the format.
+        path: The file; its ending decides the format. "-" reads standard input, in any
+            of the formats.
         workload: Name of a workload in the file; None takes the only one.
 
     Raises:
         ConfigError: There is no such file or workload.
         TableError: A value is missing or not allowed.
     """
-    if Path(path).suffix.lower() == ".csv":
-        entries = _csv_entries(_read_text(path))
+    text, shown = _read_text(path, may_be_piped=True), _shown(path)
+    if (kind := _format(path, text)) == "csv":
+        entries = _csv_entries(text)
     else:
-        data = read_document(path)
+        data = _parsed(text, shown, kind == "yaml")
         if isinstance(data, Mapping) and "workloads" in data:
-            return ReadTables(_chosen(path, load_json(path), workload))
+            return ReadTables(_chosen(path, _workloads(shown, data), workload))
         listed = data.get("tables") if isinstance(data, Mapping) else data
         if not isinstance(listed, list):
-            raise TableError(
-                f"'{path}' holds no tables: expected a list of objects with name, "
-                "num_embeddings and embedding_dim, or an object with 'tables' or "
-                "'workloads'"
-            )
+            raise _no_tables(shown)
         entries = ((f"table {n}", entry) for n, entry in enumerate(listed))
     if workload is not None:
         raise ConfigError(
-            f"'{path}' holds one set of tables and no workload named '{workload}': "
+            f"{shown} holds one set of tables and no workload named '{workload}': "
             f"leave ':{workload}' out"
         )
     tables, not_described = [], set()
@@ -159,10 +226,21 @@ def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
             tables.append(table)
             if table.profile is None and entry.get("pooling_factor") is None:
                 not_described.add(table.name)
-        check_tables(tables)
+        if tables:
+            check_tables(tables)
     except TableError as error:
-        raise TableError(f"'{path}', {error}") from error
+        raise TableError(f"{shown}, {error}") from error
+    if not tables:
+        raise _no_tables(shown)
     return ReadTables(tuple(tables), frozenset(not_described))
+
+
+def _no_tables(shown: str) -> TableError:
+    return TableError(
+        f"{shown} holds no tables: expected CSV with a heading and a line for each "
+        "table; or a JSON or YAML list of objects with name, num_embeddings and "
+        "embedding_dim, alone or as 'tables' or 'workloads' of an object"
+    )
 
 
 def _chosen(
@@ -175,16 +253,17 @@ def _chosen(
     if workload is not None and workload in workloads:
         return workloads[workload]
     asked = f"choose one with {path}:NAME; they are {', '.join(workloads)}"
+    if str(path) == "-":
+        asked = "and a name can follow only a file's: save it as a file"
     if workload is not None:
         near = suggestion(workload, workloads, "workloads")
         asked = f"none is named '{workload:.60}'; {near}"
-    raise ConfigError(f"'{path}' holds {len(workloads)} workloads, {asked}")
+    raise ConfigError(f"{_shown(path)} holds {len(workloads)} workloads, {asked}")
 
 
-def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each table's place in the file and its fields; `#` begins a comment."""
-    lines = (line for line in text.splitlines() if not line.startswith("#"))
-    separator = max(",;\t", key=next(lines, "").count)
+    separator = max(",;\t", key=next(_content_lines(text), "").count)
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     fields: list[str] = []
     try:
@@ -195,33 +274,55 @@ def _csv_entries(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             while cells and not cells[-1]:  # separators at the line's end
                 cells.pop()
-            fields = fields or cells
-            if len(set(fields)) < len(fields):
-                raise TableError(
-                    f"{where}: a field appears twice in {', '.join(fields)}"
-                )
+            if not cells:
+                continue
+            if not fields:
+                fields = _heading(where, cells, separator)
+                continue
             if len(cells) > len(fields):
                 raise TableError(
                     f"{where}: {len(cells)} values for {len(fields)} fields; write "
                     "numbers without separators, and names that hold one in quotes"
                 )
-            # Empty cells, and cells missing at the line's end, get defaults.
-            if cells and cells is not fields:
-                given = zip(fields, cells, strict=False)
-                yield where, {f: _cell(f, cell) for f, cell in given if cell}
+            # Cells that are empty, null or missing at the line's end get defaults.
+            given = {f: c for f, c in zip(fields, cells, strict=False) if c}
+            nulls = [f for f, c in given.items() if c.lower() == "null" and f != "name"]
+            yield where, {f: c for f, c in given.items() if f not in nulls}
     except csv.Error as error:
         message = f"line {rows.line_num}: {error}; is a quote left open?"
         raise TableError(message) from error
 
 
-def _cell(field: str, text: str) -> Any:
-    """Return a cell's value: a number, true or false, or text."""
-    if field in _TEXT:
-        return text
+def _heading(where: str, cells: Sequence[str], separator: str) -> list[str]:
+    """Return the fields that a CSV file's first line names, in any case.
+
+    Raises:
+        TableError: The line is no heading, or a field is unknown, missing or twice.
+    """
+    fields = [cell.lower() for cell in cells]
+    has_number = any(map(is_number_text, cells))
+    if not set(fields) & set(_FIELDS) and (
+        has_number or not any(meant_field(cell, _FIELDS) for cell in cells)
+    ):
+        line = separator.join(cells)
+        raise TableError(
+            f"{where} is not a heading: {line!r:.100}. The first line names the "
+            f"columns, such as {','.join(_FIELDS[:4])}; the fields are "
+            f"{', '.join(_FIELDS)}"
+        )
+    if "" in fields:
+        raise TableError(
+            f"{where}: column {fields.index('') + 1} has no name; name it or leave it "
+            "out (in pandas: to_csv(..., index=False))"
+        )
+    field, count = Counter(fields).most_common(1)[0]
+    if count > 1:
+        raise TableError(f"{where}, the heading: {field!r:.60} appears twice")
     try:
-        return parse_json(text.lower())
-    except ValueError:
-        return text
+        check_fields(fields, _FIELDS, _REQUIRED)
+    except TableError as error:
+        raise TableError(f"{where}, the heading: {error}") from error
+    return fields
 
 
 def _one_table(where: str, entry: Any) -> TableConfig:
@@ -232,10 +333,12 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     """
     name = entry.get("name") if isinstance(entry, Mapping) else None
     lengths: dict[str, Any] = {}
-    if isinstance(entry, Mapping):
-        entry = {field: value for field, value in entry.items() if value is not None}
-        lengths = {n: entry.pop(n) for n in _LENGTHS if n in entry}
     try:
+        if isinstance(entry, Mapping):
+            given = {str(f): value for f, value in entry.items() if value is not None}
+            check_fields(list(given), _FIELDS, _REQUIRED)
+            entry = {field: read_value(field, value) for field, value in given.items()}
+            lengths = {n: entry.pop(n) for n in _LENGTHS if n in entry}
         table = TableConfig.from_json(entry)
         if lengths:
             table = _with_lengths(table, **lengths)
@@ -310,35 +413,46 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
         ConfigError: The file cannot be read.
         TableError: The file holds no workloads, or a table's value is out of range.
     """
-    data = read_document(path)
+    return _workloads(f"'{path}'", read_document(path))
+
+
+def _workloads(shown: str, data: Any) -> dict[str, tuple[TableConfig, ...]]:
     workloads = data.get("workloads") if isinstance(data, Mapping) else None
     if not isinstance(workloads, list):
-        raise TableError(f"'{path}' is not an object with a list 'workloads'")
+        raise TableError(f"{shown} is not an object with a list 'workloads'")
     loaded: dict[str, tuple[TableConfig, ...]] = {}
     for number, workload in enumerate(workloads):
         if not isinstance(workload, Mapping):
-            raise TableError(f"{path}: workload {number} is not an object")
+            raise TableError(f"{shown}: workload {number} is not an object")
         name = str(workload.get("name", "unnamed"))
         if name in loaded:
-            raise TableError(f"{path}: two workloads are named '{name}'; rename one")
+            raise TableError(f"{shown}: two workloads are named '{name}'; rename one")
         try:
             loaded[name] = tuple(workload_tables(name, workload))
             check_tables(loaded[name])
+        except TableError as error:
+            raise TableError(f"{shown}: workload '{name:.60}': {error}") from error
         except (LookupError, TypeError, OverflowError, ValueError) as error:
             raise TableError(
-                f"{path}: workload '{name:.60}' cannot be read ({error!r:.200})"
+                f"{shown}: workload '{name:.60}' cannot be read ({error!r:.200})"
             ) from error
     return loaded
 
 
 def workload_tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableConfig]:
-    """Make the tables of one workload; see `load_json`."""
+    """Make the tables of one workload; see `load_json`.
+
+    Raises:
+        TableError: A field of a table, group or list is missing or has another name.
+    """
     if "tables" in workload:
         for number, table in enumerate(workload["tables"]):
             yield _one_table(f"table {number}", table)
         return
-    groups = "groups" in workload
-    published = _of_groups(workload["groups"]) if groups else _of_lists(workload)
+    if "groups" in workload:
+        published = _of_groups(workload["groups"])
+    else:
+        published = _of_lists(workload)
     for number, (rows, dim, num_features, profile) in enumerate(published):
         if number == MOST_TABLES:
             raise TableError(f"a workload has at most {MOST_TABLES:,} tables")
@@ -353,11 +467,40 @@ def workload_tables(name: str, workload: Mapping[str, Any]) -> Iterator[TableCon
         )
 
 
+def _check_names(
+    given: Mapping[str, Any], names: Mapping[str, Sequence[str]], *required: str
+) -> None:
+    """Refuse other names of fields; what has no such name may be a note.
+
+    Args:
+        given: A workload or group.
+        names: Field of a table -> its names there.
+        required: Names without a default.
+
+    Raises:
+        TableError: A name is another one or missing.
+    """
+    own = {name for each in names.values() for name in each}
+    others = {str(n): names.get(known_name(str(n))) for n in given if n not in own}
+    meant = {other: known for other, known in others.items() if known}
+    quoted = {o: " or ".join(f"'{name}'" for name in n) for o, n in meant.items()}
+    found = {*given, *itertools.chain.from_iterable(meant.values())}
+    said = []
+    if missing := [name for name in required if name not in found]:
+        said.append(f"missing: {', '.join(missing)}")
+    if meant:
+        hints = [f"{known} for {other!r:.60}" for other, known in quoted.items()]
+        said.append(f"did you mean {', '.join(hints)}?")
+    if said:
+        raise TableError("; ".join(said))
+
+
 _Published = Iterator[tuple[int, int, int, FeatureProfile]]
 """For each table: rows, width, number of features and profile."""
 
 
 def _of_lists(workload: Mapping[str, Any]) -> _Published:
+    _check_names(workload, _LISTS, "rows")
     all_rows = workload["rows"]
     pooling = workload.get("pooling", [1.0] * len(all_rows))
     dims = workload.get("dims", [workload.get("dim", 64)] * len(all_rows))
@@ -375,6 +518,7 @@ def _of_lists(workload: Mapping[str, Any]) -> _Published:
 
 def _of_groups(groups: Sequence[Mapping[str, Any]]) -> _Published:
     for group in groups:
+        _check_names(group, _GROUPS, "num_tables", "rows", "dim", "hotness")
         hotness, rows = group["hotness"], int(group["rows"])
         per_feature = hotness if isinstance(hotness, list) and hotness else [hotness]
         profile = _assumed(sum(map(float, per_feature)), rows)

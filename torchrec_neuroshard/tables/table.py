@@ -18,6 +18,7 @@ from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
 from torchrec_neuroshard.tables.hot_rows import ROUNDING, HotRows
 from torchrec_neuroshard.tables.lengths import gamma_at
 from torchrec_neuroshard.tables.profile import FeatureProfile, binned
+from torchrec_neuroshard.tables.spellings import meant_value
 
 COLUMN_MULTIPLE = 4
 """FBGEMM's fused kernels need every shard width to be a multiple of this."""
@@ -108,9 +109,10 @@ class TableConfig:
         }
         for field, rule in _RULES.items():
             if not holds[field]:
+                given = getattr(self, field)
                 raise TableError(
                     f"table '{self.name!s:.100}': {field} must be {rule}, got "
-                    f"{getattr(self, field)!r:.100}"
+                    f"{given!r:.100}{meant_value(field, given)}"
                 )
 
     @property
