@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -362,6 +363,21 @@ def test_a_wrong_name_of_a_model_is_said_to_be_one(
 ) -> None:
     Path("t.txt").write_text(TABLES)
     assert reason in refused(capsys, "plan", name, *QUICK)
+
+
+def test_a_dash_reads_tables_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pipe(text: str) -> None:
+        stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    pipe(TABLES)
+    assert main(["plan", "-", *QUICK]) == 0
+    assert "3 tables on 2 ranks" in capsys.readouterr().out
+    pipe(TABLES.replace("num_embeddings", "rows"))
+    said = refused(capsys, "plan", "-", *QUICK)
+    assert "standard input, line 1, the heading: unknown field 'rows'" in said
 
 
 def test_a_model_may_be_in_a_file_elsewhere(

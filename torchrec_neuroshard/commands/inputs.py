@@ -69,7 +69,7 @@ from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
 
 _TABLE_FILE = re.compile(
-    r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
+    r"(?P<path>-|.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
 )
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -94,8 +94,9 @@ def read_model(name: str) -> GivenModel:
     """Return the model that a command line names.
 
     Args:
-        name: A file of tables, where a workload's name may follow after a colon; or
-            "package.module:function", importable from the working directory.
+        name: A file of tables, where a workload's name may follow after a colon; "-",
+            which reads such a file from standard input; or "package.module:function",
+            importable from the working directory.
 
     Raises:
         ConfigError: The function or file does not exist, or the function raises or

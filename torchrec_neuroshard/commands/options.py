@@ -108,8 +108,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Declare the model to plan, and its training pipeline."""
     parser.add_argument(
         "model",
-        help="a .json, .yaml or .csv file of tables; or package.module:function, which "
-        "returns the model, best on the meta device, or (model, sharders, constraints)",
+        help="a .json, .yaml or .csv file of tables, or - for standard input; or "
+        "package.module:function, which returns the model, best on the meta device, or "
+        "(model, sharders, constraints)",
     )
     known = list(SCHEDULES)
     text = f"TorchRec's training pipeline: {', '.join(known)}"
