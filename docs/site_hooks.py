@@ -14,7 +14,16 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent
 OUTSIDE = "outside"
 CHANGELOG = "CHANGELOG.md"
+_HIDDEN = InclusionLevel.NOT_IN_NAV
 _KINDS = {".py": "python", ".sh": "bash"}
+_BOOSTS = {
+    "concepts.md": 1.2,
+    "troubleshooting.md": 1.1,
+    "faq.md": 0.5,
+    "outside/CHANGELOG.md": 0.01,
+    "api.md": 0.001,
+}
+"""Page -> factor on its rank in the search: pages that explain a word come first."""
 _LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 """A Markdown link to a file outside `docs/`."""
 _LOCAL = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
@@ -38,22 +47,20 @@ def on_files(files: Files, config: Any) -> Files:
     for file in list(files.documentation_pages()):
         copied.update(path for path, _ in _LINK.findall(file.content_string))
     for path in sorted(copied):
-        hidden = path != CHANGELOG
-        # The search lists explanations before entries of the changelog.
-        front = "search:\n  " + ("exclude: true" if hidden else "boost: 0.01")
-        copy = File.generated(
-            config,
-            _place(path),
-            content=f"---\n{front}\n---\n{_text(path, copied)}",
-            inclusion=InclusionLevel.NOT_IN_NAV if hidden else InclusionLevel.INCLUDED,
-        )
+        text = _text(path, copied)
+        copy = File.generated(config, _place(path), content=text, inclusion=_HIDDEN)
         files.append(copy)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that leave `docs/` to the copies."""
-    if page.file.src_uri.startswith(OUTSIDE):
+    """Set the page's rank in the search, and point links to the copies."""
+    place = page.file.src_uri
+    if place in _BOOSTS:
+        page.meta["search"] = {"boost": _BOOSTS[place]}
+    elif place.startswith(OUTSIDE):
+        page.meta["search"] = {"exclude": True}
+    if place.startswith(OUTSIDE):
         return markdown
     return _LINK.sub(lambda m: f"]({_place(m[1])}{m[2] or ''})", markdown)
 
