@@ -92,6 +92,8 @@ def _text(path: str, copied: Set[str]) -> str:
     text = source.read_text(encoding="utf-8")
     if source.suffix in _KINDS:
         return f"# {path}\n\n```{_KINDS[source.suffix]}\n{text}\n```\n"
+    if path == CHANGELOG:  # MkDocs needs four spaces where GitHub takes two
+        text = re.sub(r"^ +", lambda m: 2 * m[0], text, flags=re.MULTILINE)
     text = _PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", text)
     folder = posixpath.dirname(path)
 
