@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from torchrec import optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.planner.types import PlannerError, Storage
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -34,9 +38,12 @@ from tests.builders import (
     only,
     sequences,
 )
+from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.partitioner import may_mix
 from torchrec_neuroshard.planner.ways import ways_of
+from torchrec_neuroshard.report import PlanReport
+from torchrec_neuroshard.report.parts import MEMORY_PARTS
 
 CLASSES = [
     torch.optim.SGD,
@@ -52,7 +59,9 @@ CLASSES = [
 pytestmark = ATTACHES_OPTIMIZERS
 
 
-def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
+def planned(
+    kernel: str, kind: str = "row_wise", **arguments: Any
+) -> tuple[Any, list[Any]]:
     """Return a plan for GPUs, and its options with the memory of shards."""
     module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32)])
     constraints = by_table(
@@ -64,6 +73,7 @@ def planned(kernel: str, kind: str = "row_wise") -> tuple[Any, list[Any]]:
         topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
         constraints=constraints,
         batch_size=4096,
+        **arguments,
     )
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
@@ -120,6 +130,46 @@ def test_shards_add_up_to_ranks_and_the_search_counts_no_less(
         assert bound >= found.peak
         if own:
             assert sum(own) == pytest.approx(found.peak, abs=len(own))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "filled"),
+    [
+        ("fused", "row_wise", {"weights", "optimizer", "step"}),
+        ("fused_uvm_caching", "table_wise", {"optimizer", "caches", "step"}),
+        ("dense", "data_parallel", {"weights", "step"}),
+    ],
+)
+def test_a_report_splits_all_memory_that_a_rank_uses(
+    kernel: str, kind: str, filled: set[str]
+) -> None:
+    reserve = FixedPercentageStorageReservation(0.25)
+    planner, _ = planned(kernel, kind, storage_reservation=reserve)
+    report = planner.report()
+    for rank in report.ranks:
+        assert sum(rank.parts_bytes.values()) == pytest.approx(rank.used_bytes)
+    used = max(report.ranks, key=lambda rank: rank.used_bytes).parts_bytes
+    assert {part for part, size in used.items() if size} == filled
+    assert used.keys() <= MEMORY_PARTS.keys()
+    sizes = {(rank.memory_bytes, rank.device_bytes) for rank in report.ranks}
+    assert sizes == {(6 * GIB, 8 * GIB)}
+    again = from_fields(PlanReport, json.loads(json.dumps(to_fields(report))))
+    kept = [[(r.parts_bytes, r.device_bytes) for r in x.ranks] for x in (again, report)]
+    assert kept[0] == kept[1]
+
+
+def test_storage_that_torchrec_estimates_is_not_split() -> None:
+    planner, options = planned("fused")
+    memory = planner.enumerator.memory
+    whole = memory.parts(options)
+    options[0].shards[0].storage += Storage(hbm=GIB, ddr=0)
+    first, *others = memory.parts(options)
+    used = sum(whole[0].values()) + GIB
+    assert first == {"unsplit": pytest.approx(used)} and others == whole[1:]
+    with memory.lenient():
+        parts = memory.parts(options)
+    assert {p for part in parts for p, size in part.items() if size} == {"unsplit"}
+    assert sum(parts[0].values()) == pytest.approx(used)
 
 
 def test_a_rank_is_overfilled_by_a_byte() -> None:

@@ -23,6 +23,7 @@ from torchrec_neuroshard.report.parts import (
     ShardReport,
     TableReport,
     WeightSync,
+    rank_reports,
 )
 
 SHARD = ShardReport(rank=0, num_embeddings=333, embedding_dim=64, used_bytes=2**30)
@@ -55,7 +56,9 @@ def explained(
     triples: Triples, task: ShardingTask, tables: Sequence[TableReport] = ()
 ) -> PlanReport:
     result = run_search(FixedSearcher(triples), task, **analytic())
-    report = PlanReport.of(result, tables, [2**31] * task.world_size)
+    memory_bytes = [2**31] * task.world_size
+    ranks = rank_reports(tables, result.predicted.ranks, memory_bytes)
+    report = PlanReport.of(result, tables, ranks)
     splits = explain(simulator_of(task), result.placement, result.predicted)
     return dataclasses.replace(report, splits=splits)
 

@@ -57,6 +57,7 @@ from torchrec_neuroshard.planner.placed import fusion_key
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.ways import Ways, ways_of
+from torchrec_neuroshard.report.parts import MEMORY_PARTS
 from torchrec_neuroshard.tables.sharding_types import (
     COLUMN_SHARDED_TYPES,
     SHARDING_TYPES,
@@ -127,6 +128,18 @@ class RankMemory:
         """Tables at rest plus activations."""
         return self.static.total + self.activations
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the peak consists of, by the names in `MEMORY_PARTS`."""
+        static = self.static
+        return {
+            "weights": static.weights,
+            "optimizer": static.optimizer,
+            "caches": static.cache + static.index_tables,
+            "id_maps": static.id_maps,
+            "step": self.activations,
+        }
+
     def overflow(self, rank: int, room: float, whole: float) -> str:
         """Return a text that says by how much a rank is too full, and why.
 
@@ -135,14 +148,11 @@ class RankMemory:
             room: Memory for tables and activations [bytes].
             whole: Memory of the device [bytes].
         """
-        parts = {
-            "weights": self.static.weights,
-            "the optimizer's state": self.static.optimizer,
-            "cached rows": self.static.cache + self.static.index_tables,
-            "maps of ids to rows": self.static.id_maps,
-            "inputs, outputs and gradients of a step": self.activations,
-        }
-        taken = ", ".join(f"{format_bytes(n)} {what}" for what, n in parts.items() if n)
+        taken = ", ".join(
+            f"{format_bytes(n)} {MEMORY_PARTS[part]}"
+            for part, n in self.parts.items()
+            if n
+        )
         of = f" ({format_bytes(whole)} less what is reserved)" if room < whole else ""
         return (
             f"rank {rank} needs {format_bytes(self.peak)} at the peak of a step "
@@ -721,6 +731,38 @@ class MemoryModel:
         used_N = np.ceil(bounds_N * scale_N).astype(np.int64).tolist()
         for (_, shard), used in zip(shards, used_N, strict=True):
             shard.storage = Storage(hbm=used, ddr=shard.storage.ddr)
+
+    def parts(self, options: Sequence[ShardingOption]) -> list[dict[str, float]]:
+        """Return what the storage of each rank's shards consists of.
+
+        Args:
+            options: Placed options, one per table, after `attribute`.
+
+        Returns:
+            For each rank the names in `MEMORY_PARTS`, which add up to the storage of
+            its shards that have rows. "unsplit" is what TorchRec estimates, and shards
+            that are not scaled to what their rank allocates.
+        """
+        known = {id(o) for o in options if self.knows(o)}
+        used_W2 = np.zeros((self._reader.world_size, 2))
+        num_shards_W = np.zeros(self._reader.world_size)
+        for option, shard in ((o, s) for o in options for s in o.shards):
+            if shard.size[0] and shard.storage:
+                used = getattr(shard.storage, self._tier)
+                used_W2[shard.rank, int(id(option) in known)] += used
+                num_shards_W[shard.rank] += 1
+        found = []
+        ranks = self.ranks([o for o in options if id(o) in known])
+        for memory, used_2, num_shards in zip(
+            ranks, used_W2.tolist(), num_shards_W.tolist(), strict=True
+        ):
+            other, own = used_2
+            step = own - memory.static.total
+            if 0 <= step <= memory.activations + num_shards:  # shards are rounded up
+                found.append(memory.parts | {"step": step, "unsplit": other})
+            else:
+                found.append({"unsplit": other + own})
+        return found
 
     def _activations(
         self, shards: _Shards, is_cached_N: Bools

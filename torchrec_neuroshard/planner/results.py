@@ -49,6 +49,7 @@ from torchrec_neuroshard.report.parts import (
     ShardReport,
     TableReport,
     WeightSync,
+    rank_reports,
 )
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.sharding_types import COLUMN_SHARDED_TYPES
@@ -148,20 +149,28 @@ def describe_plan(
         fallback=fallback,
     )
     hosts = placed.host_tables(selected)
+    shards_ms, bottleneck = placed.on_path()
     devices, tier = room.devices, device_tier(costs.topology)
+    tables = _table_reports(selected, tier, hosts, shards_ms)
+    ranks = rank_reports(
+        tables,
+        predicted.ranks,
+        [int(getattr(d.storage, tier)) for d in devices],
+        [int(getattr(d.storage, tier)) for d in costs.topology.devices],
+        None if memory is None else memory.parts(selected),
+    )
     task = placed.task
     if task is not None and best is not None:
         left = [float(getattr(m, tier)) for m in memory_left(room, selected)]
         task = _with_limits(task, best.task, placed.placement, left)
-    shards_ms, bottleneck = placed.on_path()
     return KnownPlan(
         result=result,
         task=task,
         stashed=tuple(table_name(o) for o in selected if is_stashed(o)),
         shown=PlanReport.of(
             result,
-            _table_reports(selected, tier, hosts, shards_ms),
-            [int(getattr(d.storage, tier)) for d in devices],
+            tables,
+            ranks,
             basis=_basis(selected, costs, batch_size_is_default),
             weight_sync=_weight_sync(selected, costs),
             bottleneck=bottleneck,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,6 +13,17 @@ from torchrec_neuroshard.costs.placement_rules import listed, quoted
 from torchrec_neuroshard.costs.schedules import SEQUENTIAL
 from torchrec_neuroshard.costs.simulator import PredictedCosts, RankCosts
 from torchrec_neuroshard.costs.task import format_bytes
+
+MEMORY_PARTS: Mapping[str, str] = {
+    "weights": "weights",
+    "optimizer": "the optimizer's state",
+    "caches": "cached rows",
+    "id_maps": "maps of ids to rows",
+    "step": "inputs, outputs and gradients of a step",
+    "unsplit": "not told apart",
+}
+"""What fills a rank's memory -> in words. The inputs, outputs and gradients of a step
+peak together, so they have one figure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +244,10 @@ class RankReport:
     """In the memory of fused tables: the device's, or the host's for CPUs."""
     memory_bytes: int | None
     """Memory available for shards; None: unlimited."""
+    device_bytes: int | None = None
+    """Memory of the device, of which some may be reserved; None: unknown."""
+    parts_bytes: Mapping[str, float] = field(default_factory=dict)
+    """Parts of `used_bytes`, by the names in `MEMORY_PARTS`; empty: unknown."""
     costs: RankCosts
     """Sum over all stages [ms]."""
 
@@ -399,6 +414,8 @@ def rank_reports(
     tables: Iterable[TableReport],
     costs: Sequence[RankCosts],
     memory_bytes: Sequence[int | None],
+    device_bytes: Sequence[int] | None = None,
+    parts_bytes: Sequence[Mapping[str, float]] | None = None,
 ) -> tuple[RankReport, ...]:
     """Return the shards, memory and time of each rank.
 
@@ -406,6 +423,8 @@ def rank_reports(
         tables: All tables.
         costs: One per rank.
         memory_bytes: Memory available for shards, one per rank.
+        device_bytes: Memory of the devices, one per rank; None: unknown.
+        parts_bytes: What fills each rank's memory; None: unknown.
     """
     held: list[list[ShardReport]] = [[] for _ in costs]
     for shard in (shard for table in tables for shard in table.shards):
@@ -417,6 +436,8 @@ def rank_reports(
             columns=sum(s.embedding_dim for s in held[rank]),
             used_bytes=float(sum(s.used_bytes for s in held[rank])),
             memory_bytes=memory,
+            device_bytes=device_bytes[rank] if device_bytes else None,
+            parts_bytes=parts_bytes[rank] if parts_bytes else {},
             costs=cost,
         )
         for rank, (memory, cost) in enumerate(zip(memory_bytes, costs, strict=True))

@@ -17,6 +17,7 @@ from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import SEVERITIES, Note
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
+    MEMORY_PARTS,
     Bottleneck,
     LengthReport,
     PlanBasis,
@@ -25,7 +26,6 @@ from torchrec_neuroshard.report.parts import (
     SplitReport,
     TableReport,
     WeightSync,
-    rank_reports,
 )
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
 from torchrec_neuroshard.report.timeline import Timeline
@@ -125,7 +125,7 @@ class PlanReport(Report):
         cls,
         result: SearchResult,
         tables: Sequence[TableReport],
-        memory_bytes: Sequence[int],
+        ranks: tuple[RankReport, ...],
         **known: Any,
     ) -> PlanReport:
         """Return the report of a search's plan, without `splits` (see `explain`).
@@ -133,7 +133,7 @@ class PlanReport(Report):
         Args:
             result: The search's result, or `NeuroShardPlanner.last_result`.
             tables: All tables.
-            memory_bytes: Memory available for tables, one per rank.
+            ranks: All ranks.
             known: More fields: `basis`, `weight_sync`, `bottleneck`, `lengths`.
         """
         predicted = result.predicted
@@ -151,7 +151,7 @@ class PlanReport(Report):
             search_seconds=result.search_seconds,
             num_evaluated=result.num_evaluated,
             num_tables=len(tables),
-            ranks=rank_reports(tables, predicted.ranks, memory_bytes),
+            ranks=ranks,
             tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
             fallback=result.fallback,
             notes=result.notes,
@@ -430,11 +430,32 @@ class PlanReport(Report):
         )
 
     def _memory_chart(self) -> dict[str, Any]:
-        rows = []
+        """Return the page's chart of what fills each rank, what is free and reserved.
+
+        Memory that is reserved for other purposes lies above a rank's limit.
+        """
+        known = [r.parts_bytes for r in self.ranks]
+        parts = {
+            part: label
+            for part, label in MEMORY_PARTS.items()
+            if any(bytes_of.get(part) for bytes_of in known)
+        }
+        if set(parts) <= {"unsplit"} or not all(known):
+            parts = {}
+        rows, limits = [], []
         for r in self.ranks:
-            free = max(0.0, (r.memory_bytes or 0) - r.used_bytes)
-            rows.append([r.rank, r.used_bytes / 2**30, free / 2**30])
-        return self._bar_chart("GiB", ("used", "free"), rows)
+            limit = r.memory_bytes or 0
+            free = max(0.0, limit - r.used_bytes)
+            reserved = max(0.0, (r.device_bytes or 0) - max(limit, r.used_bytes))
+            used = [r.parts_bytes.get(p, 0.0) for p in parts] or [r.used_bytes]
+            rows.append([r.rank, *(n / 2**30 for n in (*used, free, reserved))])
+            limits.append(limit / 2**30 if reserved else None)
+        names = (*(parts or ("used",)), "free", "reserved")
+        if not any(limits):
+            names, rows = names[:-1], [row[:-1] for row in rows]
+        chart = self._bar_chart("GiB", names, rows)
+        labels = {**parts, "reserved": "reserved, above the dashed limit"}
+        return {**chart, "labels": labels, "limits": limits}
 
     def _bar_chart(
         self, unit: str, names: tuple[str, ...], rows: list[list[float]]
