@@ -19,14 +19,15 @@ window.addEventListener("load", () => {
   };
   try {
     {
-      const { at, all, charts, cells, grid, words } = inside("plan");
+      const { page, at, all, charts, cells, grid, words } = inside("plan");
       const bars = all(".col", charts()[0]);
       const parts = all("i", bars[0]);
       const plan = { tables: cells("tables", "table") };
       plan.heights = parts.map((part) => parseFloat(part.style.height));
-      plan.hint = bars[0].title;
+      plan.hint = bars[0].ariaLabel;
       plan.lanes = all(".lanes .name").map(words);
-      plan.blocks = Object.fromEntries(all(".lane i").map((block) => [block.title, {
+      plan.blocks = Object.fromEntries(all(".lane i").map((block) => [block.ariaLabel, {
+        text: words(block),
         left: parseFloat(block.style.left),
         width: parseFloat(block.style.width),
         outlined: at.getComputedStyle(block).boxShadow !== "none",
@@ -35,15 +36,52 @@ window.addEventListener("load", () => {
       plan.bound = parseFloat(all(".times .bound")[0].style.left);
       plan.peaks = all(".worst", grid("ranks")).map(words);
       plan.notes = all("li[class=warning]").map(words);
+      // Tab leads to one part of a chart, arrow keys to the others.
+      const lanes = page.querySelector(".lanes");
+      const tip = page.querySelector(".tip");
+      const tips = () => (tip.hidden ? [] : [...tip.children].map(words));
+      const press = (key) => page.activeElement.dispatchEvent(
+        new at.KeyboardEvent("keydown", { key, bubbles: true }));
+      const tabbed = all("[tabindex='0']", lanes);
+      tabbed[0].focus();
+      plan.walk = [tabbed.length, tips()[0], ...["ArrowRight", "End", "ArrowDown", "Home"].map(
+        (key) => { press(key); return tips()[0]; })];
+      plan["tabbed after"] = all("[tabindex='0']", lanes).map((node) => node.ariaLabel);
+      press("Escape");
+      plan.dismissed = tips();
+      bars[0].dispatchEvent(new at.PointerEvent("pointerover", { bubbles: true }));
+      plan.hovered = tips();
+      bars[0].dispatchEvent(new at.PointerEvent("pointerout", { bubbles: true }));
+      plan.hovered.push(...tips());
+      const pressed = () => all("[aria-pressed=true]").map((node) => node.ariaLabel);
       bars[1].click();
+      plan.tapped = tips()[0];
       plan["of rank 1"] = cells("shards", "table");
+      plan.pressed = pressed();
+      plan.selected = all("span.selected").map(words);
+      plan.kept = words(page.querySelector(".kept"));
       bars[1].click();
       plan.shards = cells("shards", "rank").length;
+      const heat = all(".heat i");
+      plan.heat = heat.map((cell) => [cell.ariaLabel, words(cell)]);
+      heat[1].focus();
+      press("Enter");
+      plan["in all charts"] = pressed().map((label) => label.includes("rank 1"));
+      press("Escape");
+      plan["let go"] = [...pressed(), words(page.querySelector(".kept"))];
+      plan["shards then"] = cells("shards", "rank").length;
+      const units = page.querySelector("select");
+      units.value = 1;
+      units.dispatchEvent(new at.Event("change"));
+      plan["heat in GiB"] = all(".heat i").map(words);
       // Record what a click on CSV saves, and under which name.
       at.Blob = function save(parts) { plan.csv = parts.join(""); };
       at.URL.createObjectURL = () => "#";
       at.HTMLAnchorElement.prototype.click = function click() { plan.file = this.download; };
       all(".tools button", grid("shards"))[0].click();
+      plan.saved = [plan.file, plan.csv];
+      all(".tools button")[0].click();
+      plan.trace = [plan.file, JSON.parse(plan.csv)];
       found.plan = plan;
     }
     {
@@ -59,7 +97,7 @@ window.addEventListener("load", () => {
       found.compared = compared;
     }
     {
-      const { at, all, cells, charts, grid, press, status } = inside("large");
+      const { page, at, all, words, cells, charts, grid, press, status } = inside("large");
       const names = () => cells("tables", "table");
       const large = { "laid out": names().length };
       const scroll = grid("tables").querySelector(".scroll");
@@ -73,6 +111,16 @@ window.addEventListener("load", () => {
       input.value = "1777 WISE";
       input.dispatchEvent(new at.Event("input"));
       large.filtered = [...names(), status("tables")];
+      large.filters = Object.fromEntries(["rows>=4e3 shards=4", "gib<1e-6", "rows>1e6",
+        "table=table_7", "table!=table_7", "table:table_7", "rows:4,000", "no:such", "rows>many",
+        "columns<=", "no>3", "table>3", "table_1 rows>many"].map((text) => {
+        input.value = text;
+        input.dispatchEvent(new at.Event("input"));
+        return [text, [status("tables"), input.getAttribute("aria-invalid")]];
+      }));
+      large.example = input.placeholder;
+      large.rest = words(page.querySelector(".wide + p"));
+      large.drawn = all(".heat .name").length;
       all(".col", charts()[1])[5].click();
       large["on rank 5"] = status("shards");
       press("ranks", "all");
@@ -82,7 +130,16 @@ window.addEventListener("load", () => {
       large.edges = all(".edge", charts()[0]).length;
       found.large = large;
     }
-    found.notebook = inside("notebook").cells("tables", "table");
+    {
+      const { page, at, cells, all } = inside("notebook");
+      found.notebook = { tables: cells("tables", "table") };
+      const links = all("nav a");
+      const to = page.querySelector(links.at(-1).hash);
+      page.documentElement.style.height = "20000px";
+      to.style.marginTop = "15000px";
+      links.at(-1).click();
+      found.notebook.followed = [at.scrollY > 5000, page.URL];
+    }
   } catch (error) {
     found.error = `${error}\n${error.stack}`;
   }

@@ -30,6 +30,8 @@ from torchrec_neuroshard.report import (
     TableMove,
     html_report,
 )
+from torchrec_neuroshard.report.heat_map import MAX_ROWS, heat_map
+from torchrec_neuroshard.report.page import MAX_HEADINGS
 from torchrec_neuroshard.report.parts import (
     PlanBasis,
     RankReport,
@@ -184,12 +186,16 @@ def test_page_holds_the_report_and_needs_nothing_else() -> None:
     text, data = shown_of(page), data_of(page)
     assert text.startswith("Plan of <mine> Plan of <mine>")  # its title and heading
     assert "<img" not in page and "user<b>" not in page
-    timeline, phases, memory = data["charts"]
+    timeline, phases, memory, heat = data["charts"]
     assert timeline["period_ms"] == 17.0 and timeline["bound_ms"] == 16.0
     assert timeline["spans"][1] == [0, "compute", "fwd_compute", 0, 0, 1, 3, False]
     assert phases["names"] == list(PHASES)
     assert phases["rows"] == [[0, 1, 2, 3, 4, 5], [1, 1, 4, 3, 4, 2]]
-    assert memory["rows"] == [[0, 1, 3], [1, 2, 2]]  # GiB: used, free
+    assert memory["names"] == ["used", "free"]
+    assert memory["rows"] == [[0, 1, 3], [1, 2, 2]]
+    assert [view["unit"] for view in heat["views"]] == ["ms", "GiB"]
+    # Rank, kernels, collectives and GiB of the only table with a time.
+    assert heat["tables"][0] == [HOSTILE, [[0, 1, 0.25, 0.25], [1, 1, 0.25, 0.25]]]
     ranks, tables, shards = (rows_of(table) for table in data["grids"])
     assert ranks[1] == {
         **{"rank": 1, "shards": 2, "columns": 2_000, "GiB": 2 * 2**30, "all": 14},
@@ -271,9 +277,77 @@ def test_the_page_says_what_the_slowest_of_equal_ranks_adds() -> None:
 def test_plan_files_of_earlier_versions_have_no_timeline() -> None:
     old = dataclasses.replace(REPORT, timeline=None)
     page = html_report(old)
-    assert {c["kind"] for c in data_of(page)["charts"]} == {"bars"}
+    assert {c["kind"] for c in data_of(page)["charts"]} == {"bars", "heat map"}
     assert "One iteration" not in shown_of(page)
     assert "binding" not in old.text(verbose=True)
+
+
+def memory_chart(*ranks: RankReport) -> dict[str, Any]:
+    """Return the memory chart of a page of these ranks."""
+    charts = data_of(html_report(dataclasses.replace(REPORT, ranks=ranks)))["charts"]
+    (chart,) = (c for c in charts if c.get("unit") == "GiB")
+    assert isinstance(chart, dict)
+    return chart
+
+
+def test_memory_is_split_into_what_fills_it() -> None:
+    gib = 2.0**30
+    parts = {"weights": 0.5 * gib, "optimizer": 0.0, "step": 0.5 * gib}
+    split = dataclasses.replace(
+        rank(0, *[1.0] * 5), parts_bytes=parts, device_bytes=5 * 2**30
+    )
+    chart = memory_chart(split)
+    assert chart["names"] == ["weights", "step", "free", "reserved"]
+    assert chart["rows"] == [[0, 0.5, 0.5, 3, 1]] and chart["limits"] == [4]
+    assert chart["labels"]["step"] == "inputs, outputs and gradients of a step"
+    # An overfull rank reaches into what is reserved.
+    over = dataclasses.replace(
+        split, used_bytes=4.5 * gib, parts_bytes={**parts, "unsplit": 3.5 * gib}
+    )
+    chart = memory_chart(over)
+    assert chart["names"] == ["weights", "step", "unsplit", "free", "reserved"]
+    assert chart["rows"] == [[0, 0.5, 0.5, 3.5, 0, 0.5]] and chart["limits"] == [4]
+    # Without parts of every rank there is one bar.
+    chart = memory_chart(split, rank(1, *[1.0] * 5))
+    assert chart["names"] == ["used", "free", "reserved"]
+    assert chart["rows"] == [[0, 1, 3, 1], [1, 2, 2, 0]]
+    assert chart["limits"] == [4, None]
+    unsplit = dataclasses.replace(split, parts_bytes={"unsplit": gib})
+    assert memory_chart(unsplit)["names"] == ["used", "free", "reserved"]
+
+
+def test_the_heat_map_starts_with_the_table_that_costs_a_rank_most() -> None:
+    ms: dict[str, Any] = {"used_bytes": 0.0, "compute_ms": 0.0, "comms_ms": 0.0}
+    known = [
+        table("everywhere", *[4] * 3, **{**ms, "compute_ms": 0.5, "used_bytes": 1.0}),
+        table("one rank", 4, **{**ms, "comms_ms": 1.0}),
+        *(table(f"t{i}", 4, first=i, **{**ms, "compute_ms": 0.25}) for i in range(50)),
+        table("large", 4, **{**ms, "used_bytes": 2.0}),
+        table("two shards", 4, 4, first=127, **{**ms, "compute_ms": 0.125}),
+    ]
+    chart = heat_map(known, 128, 8)
+    names = [name for name, _ in chart["tables"]]
+    by_ms, by_gib = chart["views"]
+    shown = [names[row] for row in by_ms["rows"]]
+    assert shown == ["one rank", "everywhere", *(f"t{i}" for i in range(38))]
+    assert (by_ms["left"], by_ms["most_left"]) == (len(known) - MAX_ROWS, 0.25)
+    assert [names[row] for row in by_gib["rows"][:2]] == ["large", "everywhere"]
+    assert by_gib["most_left"] == 0.0
+    # A unit without values is left out, and so is a map without units.
+    assert [v["unit"] for v in heat_map(known[-2:-1], 1, 1)["views"]] == ["GiB"]
+    assert heat_map([], 1, 1)["views"] == []
+
+
+def test_long_pages_have_a_list_of_contents() -> None:
+    page = html_report(comparison())
+    (contents,) = re.findall("<nav.*?</nav>", page)
+    links = re.findall(r"<a href='#(.*?)'>(.*?)</a>", contents)
+    headings = re.findall(r"<h[12] id='(.*?)'>(.*?)</h[12]>", page)
+    assert links == headings and len(links) > MAX_HEADINGS
+    parts = re.findall(r"<li class=part><a href='.*?'>(.*?)</a>", contents)
+    assert [html.unescape(part) for part in parts] == ["Ours", "Theirs <1>"]
+    short = dataclasses.replace(REPORT, tables=(), notes=(), splits=(), timeline=None)
+    assert "<nav" not in html_report(short)
 
 
 def test_two_plans_are_shown_side_by_side() -> None:
@@ -393,16 +467,19 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     # Rank 0's phases, upwards, on the scale of the highest bar.
     heights = plan["heights"]
     assert [h / heights[0] for h in heights] == pytest.approx([1, 2, 3, 4, 5], rel=1e-3)
-    assert plan["hint"].startswith("rank 0\nindex_comms: 1.000 ms\nfwd_compute: 2.000")
+    assert plan["hint"].startswith("rank 0, index_comms: 1.000 ms, fwd_compute: 2.000")
     lanes = [plan["lanes"][start : start + 4] for start in (0, 4)]
     assert lanes == [[f"rank {r}", "compute", "", "collectives"] for r in (0, 1)]
     # Rank 1's lookups last from 1 to 5 of 17 ms, and bind.
-    lookups = (
-        "rank 1 \u00b7 fwd_compute \u00b7 sparse (a<b) \u00b7 4.000 ms \u00b7 binds"
-    )
-    block = plan["blocks"][lookups]
+    block = plan["blocks"]["rank 1: fwd_compute, 4.000 ms, sparse (a<b), binds"]
     assert block["left"] == pytest.approx(100 / 17, rel=1e-3)
     assert block["width"] == pytest.approx(400 / 17, rel=1e-3)
+    assert block["text"] == "4.000"
+    # Rank 0 ends its lookups 2 ms earlier, and waits for rank 1 and both exchanges.
+    waiting = plan["blocks"]["rank 0: waiting, 9.000 ms, until bwd_comms is done"]
+    assert waiting["left"] == pytest.approx(300 / 17, rel=1e-3)
+    assert waiting["width"] == pytest.approx(900 / 17, rel=1e-3)
+    assert "rank 1: waiting, 3.000 ms" in plan["blocks"]  # for rank 0's updates
     assert block["outlined"] and not any(
         b["outlined"] for hint, b in plan["blocks"].items() if "binds" not in hint
     )
@@ -410,15 +487,56 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert plan["bound"] == pytest.approx(1600 / 17, rel=1e-3)
     assert plan["peaks"] == ["5.000", "4.000"]  # of both ranks, where one is slower
     assert plan["notes"] == ["warning: rows < 10 & so on"]
-    # A click on a bar narrows the shards to its rank, another one shows all again.
+    # Tab leads to one part of the timeline, arrow keys to the others.
+    num_tabbed, *walked = plan["walk"]
+    phases = "waiting", "fwd_compute", "bwd_compute", "bwd_comms", "index_comms"
+    assert num_tabbed == 1 and walked == [f"rank 0: {phase}" for phase in phases]
+    (at_end,) = plan["tabbed after"]
+    assert at_end.startswith("rank 0: index_comms, 1.000 ms")
+    assert plan["dismissed"] == [] and plan["hovered"] == plan["hint"].split(", ")
+    # A click on a bar selects its rank in all charts and narrows the shards to it.
+    assert plan["tapped"] == "rank 1"
     assert plan["of rank 1"] == [HOSTILE, "user<b>&co", "b", "c"]
-    assert plan["shards"] == 9
-    assert plan["file"] == "shards.csv"
-    header, first, *_ = csv.reader(plan["csv"].splitlines())
+    assert len(plan["pressed"]) == 8 + 2 + 4  # of the timeline, bars and heat map
+    assert all("rank 1" in label for label in plan["pressed"])
+    assert plan["selected"] == ["rank 1", "compute", "", "collectives", *"111"]
+    assert plan["kept"] == "rank 1 selected4 shardsClear"
+    assert plan["shards"] == 9  # after a second click
+    # Enter selects, too, and Escape lets go.
+    assert plan["in all charts"] == [True] * 14 and plan["let go"] == [""]
+    assert plan["shards then"] == 9
+    label, text = plan["heat"][1]
+    times = "kernels 1.000 ms, collectives 0.250 ms"
+    assert label == f"{HOSTILE}, rank 1, {times}, 0.25 GiB" and text == "1.250"
+    assert plan["heat in GiB"][:3] == ["0.25", "0.25", "0.00"]
+    file, saved = plan["saved"]
+    assert file == "shards.csv"
+    header, first, *_ = csv.reader(saved.splitlines())
     assert header[:3] == ["path [ms]", "kernels [ms]", "collectives [ms]"]
     assert header[3:] == ["GiB", "table", "rank", "rows", "columns"]
     assert first == ["0.5", "1", "0.25", "0.25", HOSTILE, "0", "2000", "8"]
-    assert plan["csv"].count("\r\n") == 1 + 9
+    assert saved.count("\r\n") == 1 + 9
+    # Perfetto's trace has a process per rank, a thread per stream, and microseconds.
+    file, trace = plan["trace"]
+    assert file == "iteration.trace.json"
+    names = [
+        (e["name"], e["pid"], e["tid"], e["args"].get("name"))
+        for e in trace["traceEvents"]
+        if e["ph"] == "M" and "name" in e["args"]
+    ]
+    assert names[:3] == [
+        ("process_name", 0, 0, "rank 0"),
+        ("thread_name", 0, 0, "compute"),
+        ("thread_name", 0, 1, "collectives"),
+    ]
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    timeline = REPORT.timeline
+    assert timeline is not None
+    assert [
+        (e["pid"], e["cat"], e["name"], e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        for e in spans
+    ] == [(s.rank, s.stream, s.phase, s.start_ms, s.end_ms) for s in timeline.spans]
+    assert spans[0]["args"] == {"stage": "sparse (a<b)", "batch": 0, "binds": True}
 
     compared = found["compared"]
     assert compared["moves"] == ["little", HOSTILE]  # as given
@@ -431,6 +549,25 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert large["costliest"] == "table_0"  # as given
     assert large["by name"] == ["table_0", "table_1", "table_2"]  # 2 before 10
     assert large["filtered"] == ["table_1777", "1 of 2,000 tables"]
+    every = "2,000 tables"
+    assert large["filters"] == {
+        "rows>=4e3 shards=4": [every, "false"],
+        "rows>1e6": [f"0 of {every}", "false"],
+        "rows:4,000": [every, "false"],
+        "gib<1e-6": [f"269 of {every}", "false"],  # 4 x 268 bytes are less than 1,073.7
+        "table=table_7": [f"1 of {every}", "false"],
+        "table:table_7": [f"1 of {every}", "false"],
+        "table!=table_7": [f"1,999 of {every}", "false"],
+        "no:such": [f"0 of {every}", "false"],  # a word, which a name may contain
+        "no>3": [f"{every}; there is no column 'no'", "true"],
+        "rows>many": [f"{every}; 'many' is no number", "true"],
+        "columns<=": [f"{every}; a value is missing after columns<=", "true"],
+        "table>3": [f"{every}; table is text, so only = and != work", "true"],
+        "table_1 rows>many": [f"1,111 of {every}; 'many' is no number", "true"],
+    }
+    assert large["example"] == "Filter: words, rows>1e6, gib>=0.5"
+    assert large["drawn"] == MAX_ROWS
+    assert large["rest"].startswith("1,960 more tables are left out; they take at most")
     held = sum(s.rank == 5 for t in large_report().tables for s in t.shards)
     assert large["on rank 5"] == f"{held} of 8,000 shards" and 0 < held < 100
     assert large["sorted"][5] == "descending" and large["sorted"].count(None) == 10
@@ -438,4 +575,6 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert large["nodes"] == [f"node {i}" for i in range(0, 16, 2)]
     assert large["edges"] == 16
 
-    assert found["notebook"] == plan["tables"]
+    notebook = found["notebook"]
+    assert notebook["tables"] == plan["tables"]
+    assert notebook["followed"] == [True, "about:srcdoc"]

@@ -1,6 +1,6 @@
 """A report as one HTML file that loads nothing else.
 
-The page holds its figures as JSON; `page.js` draws charts and tables from them.
+The page holds its figures as JSON; `page*.js` draw charts and tables from them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ from torchrec_neuroshard.report.sections import Section, as_text
 
 MORE = "For details, print report.text(verbose=True)."
 """Last line of a brief text."""
+MAX_HEADINGS = 6
+"""A page with more headings has a list of contents."""
+
+_SCRIPTS = ("_base", "_points", "_grids", "_charts", "_timeline", "")
+"""Files of the page's script, in order: `page_base.js` to `page.js`."""
 
 
 class Report(ABC):
@@ -81,17 +86,19 @@ def html_report(
         title: The page's title.
         command: The command that made the report, for the page's header.
     """
-    frame, style, script = (
-        Path(__file__).with_name(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("html", "css", "js")
+    names = ("page.html", "page.css", *(f"page{part}.js" for part in _SCRIPTS))
+    frame, style, *scripts = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in names
     )
+    script = "\n".join(scripts)
     facts = [
         *report.heading(),
         ("Written", f"{date.today()} by torchrec_neuroshard {__version__}"),
         *([("Command", command)] if command else []),
     ]
     drawn: dict[str, list[Any]] = {"charts": [], "grids": []}
-    body = [part for s in report.sections() for part in _elements(s, drawn)]
+    headings: list[tuple[bool, str]] = []
+    body = [part for s in report.sections() for part in _elements(s, drawn, headings)]
     data = json.dumps(_brief(drawn), separators=(",", ":"))
     # The policy allows this script and no other, and loads nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -102,6 +109,7 @@ def html_report(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in facts
         ),
+        contents=_contents(headings),
         body="\n".join(body),
         data=data.replace("<", "\\u003c"),  # a name cannot end the element
         script=script,
@@ -127,12 +135,40 @@ def write_html(
     write_whole(path, html_report(report, title, command))
 
 
-def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
-    """Return a section's elements; adds its charts and grids to the page's data."""
+def _contents(headings: list[tuple[bool, str]]) -> str:
+    """Return links to headings; nothing for a short page.
+
+    Args:
+        headings: For each heading, whether a part begins there, and its title.
+    """
+    if len(headings) <= MAX_HEADINGS:
+        return ""
+    items = (
+        f"<li{' class=part' * is_part}><a href='#section-{number}'>{title}</a></li>"
+        for number, (is_part, title) in enumerate(headings)
+    )
+    return f"<nav aria-label='Contents'><ul>{''.join(items)}</ul></nav>"
+
+
+def _elements(
+    section: Section, drawn: dict[str, list[Any]], headings: list[tuple[bool, str]]
+) -> Iterator[str]:
+    """Return a section's elements.
+
+    Args:
+        section: The section.
+        drawn: The page's data; the section's charts and grids are added.
+        headings: The headings so far; the section's is added.
+    """
     title = escape(capitalised(section.title))
     lines = [*section.lines, *section.details]
+
+    def heading(tag: str) -> str:
+        headings.append((section.is_part, title))
+        return f"<{tag} id='section-{len(headings) - 1}'>{title}</{tag}>"
+
     if section.is_part:
-        yield f"</section><section><h1>{title}</h1>"
+        yield f"</section><section>{heading('h1')}"
         return
     items = [
         f"<li class='{b.severity if isinstance(b, Note) else ''}'>{escape(str(b))}</li>"
@@ -140,7 +176,7 @@ def _elements(section: Section, drawn: dict[str, list[Any]]) -> Iterator[str]:
     ]
     grid = section.grid if section.grid and section.grid.items else None
     if title and (items or grid or section.charts or lines):
-        yield f"<h2>{title}</h2>"
+        yield heading("h2")
     yield from (f"<p>{escape(capitalised(line))}.</p>" for line in lines)
     if items:
         yield f"<ul>{''.join(items)}</ul>"

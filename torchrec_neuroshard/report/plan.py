@@ -15,6 +15,7 @@ from torchrec_neuroshard.costs.placement_rules import listed
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.notes import SEVERITIES, Note
+from torchrec_neuroshard.report.heat_map import heat_map
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.parts import (
     MEMORY_PARTS,
@@ -290,6 +291,7 @@ class PlanReport(Report):
         shards = Grid("shards", pairs, _SHARD_COLUMNS, in_text=False)
         basis = self.basis.lines() if self.basis else []
         path, charts = [], [self._memory_chart()]
+        heat = heat_map(self.tables, len(self.ranks), self._ranks_per_node)
         if self.is_costed:
             path = [self._iteration(self.timeline)] if self.timeline else []
             charts = [self.phase_chart, *charts]
@@ -297,6 +299,7 @@ class PlanReport(Report):
             Section(lines=self._answer(), details=self._facts()),
             *path,
             Section(title="ranks", bars=self._bars(), charts=charts),
+            Section(title="tables on ranks", charts=[heat] if heat["views"] else []),
             Section(title="notes", bullets=notes, brief=num_warnings),
             Section(title="ranks [ms]", grid=Grid("ranks", self.ranks, _RANK_COLUMNS)),
             Section(title="tables [ms]", grid=tables),
