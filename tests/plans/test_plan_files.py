@@ -237,6 +237,21 @@ def test_older_files_are_shown_without_a_spread(stored: Stored) -> None:
     assert without.iteration_ms == report.critical_path_ms
 
 
+def test_older_files_do_not_tell_what_fills_a_rank(stored: Stored) -> None:
+    def edit(data: dict[str, Any]) -> None:
+        for rank in data["report"]["ranks"]:
+            del rank["parts_bytes"], rank["device_bytes"]
+
+    path, *_ = stored
+    report = read_plan(path).report()
+    edit_json(path, edit)
+    without = read_plan(path).report()
+    assert without.critical_path_ms == report.critical_path_ms
+    for rank, old in zip(report.ranks, without.ranks, strict=True):
+        assert rank.device_bytes and old.device_bytes is None and not old.parts_bytes
+        assert rank.used_bytes == old.used_bytes
+
+
 def test_plans_for_other_inputs_are_told_apart(stored: Stored) -> None:
     path, model, _, plan = stored
     other = path.with_name("other.json")

@@ -316,7 +316,9 @@ def test_memory_is_split_into_what_fills_it() -> None:
     assert memory_chart(unsplit)["names"] == ["used", "free", "reserved"]
 
 
-def test_the_heat_map_starts_with_the_table_that_costs_a_rank_most() -> None:
+def test_the_heat_map_starts_with_the_table_that_costs_a_rank_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ms: dict[str, Any] = {"used_bytes": 0.0, "compute_ms": 0.0, "comms_ms": 0.0}
     known = [
         table("everywhere", *[4] * 3, **{**ms, "compute_ms": 0.5, "used_bytes": 1.0}),
@@ -333,6 +335,13 @@ def test_the_heat_map_starts_with_the_table_that_costs_a_rank_most() -> None:
     assert (by_ms["left"], by_ms["most_left"]) == (len(known) - MAX_ROWS, 0.25)
     assert [names[row] for row in by_gib["rows"][:2]] == ["large", "everywhere"]
     assert by_gib["most_left"] == 0.0
+    # Of many ranks there is room for fewer tables.
+    wide = [table(str(i), *[4] * 100, compute_ms=1.0) for i in range(40)]
+    monkeypatch.setattr("torchrec_neuroshard.report.heat_map.MAX_CELLS", 1_050)
+    assert [(len(v["rows"]), v["left"]) for v in heat_map(wide, 100, 8)["views"]] == [
+        (10, 30),
+        (10, 30),
+    ]
     # A unit without values is left out, and so is a map without units.
     assert [v["unit"] for v in heat_map(known[-2:-1], 1, 1)["views"]] == ["GiB"]
     assert heat_map([], 1, 1)["views"] == []
@@ -479,7 +488,9 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     waiting = plan["blocks"]["rank 0: waiting, 9.000 ms, until bwd_comms is done"]
     assert waiting["left"] == pytest.approx(300 / 17, rel=1e-3)
     assert waiting["width"] == pytest.approx(900 / 17, rel=1e-3)
-    assert "rank 1: waiting, 3.000 ms" in plan["blocks"]  # for rank 0's updates
+    assert (
+        "rank 1: waiting, 3.000 ms, until the next iteration begins" in plan["blocks"]
+    )
     assert block["outlined"] and not any(
         b["outlined"] for hint, b in plan["blocks"].items() if "binds" not in hint
     )

@@ -12,6 +12,8 @@ from torchrec_neuroshard.report.parts import TableReport
 
 MAX_ROWS = 40
 """Tables that are drawn in each unit."""
+MAX_CELLS = 10_000
+"""Cells that are drawn in each unit; of many ranks, fewer tables are drawn."""
 
 _GIB = 2.0**30
 
@@ -38,8 +40,10 @@ def heat_map(
         order = np.lexsort(-most.T[::-1]).tolist()
         if not order or not most[order[0], 0] > 0:
             continue
-        rows = [drawn.setdefault(t, len(drawn)) for t in order[:MAX_ROWS]]
-        left = order[MAX_ROWS:]
+        num_cells = np.cumsum([len(cells[t]) for t in order[:MAX_ROWS]])
+        num_rows = max(1, int((num_cells <= MAX_CELLS).sum()))
+        rows = [drawn.setdefault(t, len(drawn)) for t in order[:num_rows]]
+        left = order[num_rows:]
         rest = {"left": len(left), "most_left": most[left[0], 0].item() if left else 0}
         views.append({"unit": unit, "rows": rows, **rest})
     return {

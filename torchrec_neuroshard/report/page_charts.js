@@ -1,6 +1,8 @@
 // Bars of ranks, and the heat map of tables and ranks.
 
 const FEW = 24; // up to so many ranks, bars have wide gaps
+const MANY = 128; // with more ranks, bars have no gaps
+const WITH_TEXT = 32; // with more ranks, cells of the heat map have no room for figures
 
 const legend = (names, labels = {}) => make("div", { class: "legend" }, ...names.map((name) =>
   make("span", {}, make("i", { class: `swatch ${name}` }), labels[name] ?? name)));
@@ -64,7 +66,7 @@ function bars({ title = "", unit, names, labels = {}, rows, limits = [], ranks_p
   }
   area.append(make("div", { class: "cols" }, ...columns.map(({ node }) => node)));
   const chart = make("div", {
-    class: `chart${rows.length <= FEW ? " few" : ""}`,
+    class: `chart${rows.length <= FEW ? " few" : ""}${rows.length > MANY ? " many" : ""}`,
     aria: { role: "group", "aria-label": `${names.join(", ")} of each rank [${unit}]` },
   }, axis, area, ranks, ...(numNodes > 1 ? [nodes] : []));
   reach(area, columns);
@@ -72,7 +74,8 @@ function bars({ title = "", unit, names, labels = {}, rows, limits = [], ranks_p
     make("div", { class: "frame" }, chart)];
 }
 
-// What the most expensive tables cost each rank, in one unit at a time.
+// What the most expensive tables cost each rank, in one unit at a time. All maps share
+// one scale.
 function heatMap({ num_ranks: numRanks, ranks_per_node: perNode, views, tables }) {
   const host = make("div");
   const units = make("select", {
@@ -82,30 +85,32 @@ function heatMap({ num_ranks: numRanks, ranks_per_node: perNode, views, tables }
   function draw({ unit, rows, left, most_left: mostLeft }) {
     const digits = unit === "ms" ? 3 : 2;
     const valueOf = ([, compute, comms, gib]) => (unit === "ms" ? compute + comms : gib);
-    const top = largest(rows.flatMap((row) => tables[row][1].map(valueOf)));
+    const top = largest(data.charts.filter(({ kind }) => kind === "heat map")
+      .flatMap((map) => map.tables.flatMap(([, cells]) => cells.map(valueOf))));
     const chart = make("div", {
       class: "heat", aria: { role: "group", "aria-label": `Tables and ranks [${unit}]` },
     });
     chart.style.setProperty("--ranks", numRanks);
-    const put = (node, row, column, rank) => {
-      node.style.gridArea = `${row} / ${column}`;
-      if (rank >= 0 && numRanks > perNode && rank % perNode === 0) node.classList.add("edge");
-      return chart.appendChild(node);
+    const put = (row, rank, node) => {
+      node.style.left = `${(100 * rank) / numRanks}%`;
+      if (numRanks > perNode && rank % perNode === 0) node.classList.add("edge");
+      return row.appendChild(node);
     };
-    const labelled = step(numRanks, 100);
-    for (let rank = 0; rank < numRanks; rank += labelled) {
-      const head = put(make("span", { class: "head" }, `${rank}`), 1, rank + 2, rank);
-      head.dataset.rank = rank;
+    const head = make("div", { class: "row" });
+    chart.append(make("span"), head);
+    for (let rank = 0; rank < numRanks; rank += step(numRanks, 100)) {
+      put(head, rank, make("span", {}, `${rank}`)).dataset.rank = rank;
     }
     const cells = rows.flatMap((table, row) => {
       const [name, values] = tables[table];
-      put(make("span", { class: "name" }, make("bdi", { dir: "ltr" }, name)), row + 2, 1);
+      const line = make("div", { class: "row" });
+      chart.append(make("span", { class: "name" }, make("bdi", { dir: "ltr" }, name)), line);
       return values.map((cell) => {
         const [rank, compute, comms, gib] = cell;
         const value = valueOf(cell);
         const share = value / top;
-        const node = put(make("i", { class: share > 0.62 ? "deep" : "" },
-          make("span", {}, value.toFixed(digits))), row + 2, rank + 2, rank);
+        const text = numRanks > WITH_TEXT ? [] : [make("span", {}, value.toFixed(digits))];
+        const node = put(line, rank, make("i", { class: share > 0.62 ? "deep" : "" }, ...text));
         node.style.setProperty("--share", `${(6 + 94 * share).toFixed(1)}%`);
         const times = compute + comms > 0
           ? [`kernels ${ms(compute)} ms, collectives ${ms(comms)} ms`] : [];

@@ -40,7 +40,8 @@ function select(part, rank) {
   kept.replaceChildren();
   if (rank === null) return;
   const button = (text, click) => make("button", { type: "button", on: { click } }, text);
-  kept.append(`rank ${rank} selected`, ...(shards ? [button(`${FORMATS.count(count)} shards`,
+  const shown = `${FORMATS.count(count ?? 0)} shard${count === 1 ? "" : "s"}`;
+  kept.append(`rank ${rank} selected`, ...(shards ? [button(shown,
     () => shards.scrollIntoView({ block: "nearest" }))] : []),
   button("Clear", () => select(part, null)));
 }

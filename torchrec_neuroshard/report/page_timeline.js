@@ -6,10 +6,11 @@ const KINDS = ["index_comms", "cache", "fwd_compute", "fwd_comms", "bwd_comms", 
 const LABELS = { dense: "dense layers", waiting: "waiting: no kernel runs" };
 
 const kindOf = (phase) => REORDERS[phase] ?? (KINDS.includes(phase) ? phase : "dense");
+const nameOf = (phase) => (kindOf(phase) === "dense" ? `dense layers, ${phase}` : phase);
 const toSpan = ([rank, stream, phase, stage, batch, start, end, binds]) =>
   ({ rank, stream, phase, stage, batch, start, end, binds });
 
-// Gaps between a rank's kernels, each with the collective that ends with it, if any.
+// Gaps between a rank's kernels, each with what ends with it, if known.
 function waitsOf(rank, spans, period) {
   const own = spans.filter((span) => span.rank === rank);
   const kernels = own.filter(({ stream }) => stream === "compute")
@@ -21,7 +22,8 @@ function waitsOf(rank, spans, period) {
     if (start - since > least) {
       const until = own.find(({ stream, end: done }) =>
         stream === "collectives" && Math.abs(done - start) < least);
-      waits.push({ rank, start: since, end: start, until: until?.phase });
+      const next = start === period ? "the next iteration begins" : "";
+      waits.push({ rank, start: since, end: start, until: until ? `${until.phase} is done` : next });
     }
     since = Math.max(since, end);
   }
@@ -101,13 +103,13 @@ function timeline({ period_ms: period, bound_ms: bound, stages, ranks, spans: gi
     const { stream, phase, stage, batch, binds } = span;
     const beside = stream === "collectives" ? besideKernels(span, spans) : 0;
     put(`${kindOf(phase)}${hatch(stage)}${binds ? " binds" : ""}${batch ? " other" : ""}`,
-      span, stream, [phase, beside > 0 && `${ms(beside)} ms of it beside kernels`, stages[stage],
+      span, stream, [nameOf(phase), beside > 0 && `${ms(beside)} ms of it beside kernels`, stages[stage],
         batch && `batch ${batch > 0 ? "+" : ""}${batch}`, binds && "binds"],
       several && stage >= 0 ? `${stage + 1}` : "");
   }
   const waits = ranks.flatMap((rank) => waitsOf(rank, spans, period));
   for (const wait of waits) {
-    put("waiting", wait, "compute", ["waiting", wait.until && `until ${wait.until} is done`]);
+    put("waiting", wait, "compute", ["waiting", wait.until && `until ${wait.until}`]);
   }
   all.sort((a, b) => a.row - b.row || a.column - b.column);
   reach(chart, all);
