@@ -120,6 +120,7 @@ window.addEventListener("load", () => {
       }));
       large.example = input.placeholder;
       large.rest = words(page.querySelector(".wide + p"));
+      large.blocks = all(".lane i").map((block) => [block.ariaLabel, words(block)]);
       large.drawn = all(".heat .name").length;
       all(".col", charts()[1])[5].click();
       large["on rank 5"] = status("shards");

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.report.browser import find_browser, open_page
+from tests.report.test_timeline import STAGES
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.costs.simulator import (
     PHASES,
@@ -435,7 +436,11 @@ def large_report() -> PlanReport:
     )
     ranks = tuple(rank(i, 1.0, 1.0 + i, 1.0, 1.0, 1.0) for i in range(128))
     return dataclasses.replace(
-        REPORT, ranks=ranks, tables=tuple(tables), basis=basis(ranks_per_node=8)
+        REPORT,
+        ranks=ranks,
+        tables=tuple(tables),
+        basis=basis(ranks_per_node=8),
+        timeline=Timeline.of(PredictedCosts(STAGES)),
     )
 
 
@@ -577,6 +582,12 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
         "table_1 rows>many": [f"1,111 of {every}; 'many' is no number", "true"],
     }
     assert large["example"] == "Filter: words, rows>1e6, gib>=0.5"
+    # Stages and times of blocks, and how long collectives run beside kernels.
+    beside = [block for block in large["blocks"] if "beside kernels" in block[0]]
+    assert len(beside) == 4
+    said, shown = beside[0]
+    assert said.startswith("rank 0: fwd_comms, 3.000 ms, 1.000 ms of it beside kernels")
+    assert said.endswith("sparse (row_wise), binds") and shown == "13.000"  # stage 1
     assert large["drawn"] == MAX_ROWS
     assert large["rest"].startswith("1,960 more tables are left out; they take at most")
     held = sum(s.rank == 5 for t in large_report().tables for s in t.shards)

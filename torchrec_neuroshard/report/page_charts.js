@@ -17,7 +17,9 @@ function tickOf(top, most) {
 const step = (count, most) => 2 ** Math.max(0, Math.ceil(Math.log2(count / most)));
 
 // A bar per rank. Dashed: the limit of what is not reserved.
-function bars({ title = "", unit, names, labels = {}, rows, limits = [], ranks_per_node: perNode }) {
+function bars(chart) {
+  const { title = "", unit, names, labels = {}, rows, limits = [] } = chart;
+  const perNode = chart.ranks_per_node;
   // All charts of a unit share one scale.
   const top = 1.05 * largest(data.charts.filter((c) => c.unit === unit)
     .flatMap((c) => c.rows.map(([, ...values]) => sum(values))));
@@ -65,13 +67,13 @@ function bars({ title = "", unit, names, labels = {}, rows, limits = [], ranks_p
     Object.assign(label.style, { flexGrow: size, maxWidth: `${5 * size}rem` });
   }
   area.append(make("div", { class: "cols" }, ...columns.map(({ node }) => node)));
-  const chart = make("div", {
+  const drawn = make("div", {
     class: `chart${rows.length <= FEW ? " few" : ""}${rows.length > MANY ? " many" : ""}`,
     aria: { role: "group", "aria-label": `${names.join(", ")} of each rank [${unit}]` },
   }, axis, area, ranks, ...(numNodes > 1 ? [nodes] : []));
   reach(area, columns);
   return [...(title ? [make("h3", {}, title)] : []), legend(names, labels),
-    make("div", { class: "frame" }, chart)];
+    make("div", { class: "frame" }, drawn)];
 }
 
 // What the most expensive tables cost each rank, in one unit at a time. All maps share

@@ -108,8 +108,9 @@ function reach(chart, all) {
     },
     keydown: (event) => {
       if (!pointAt(event)) return;
-      if (event.key === "Enter" || event.key === " ") pressed(current.node);
-      else if (/^Arrow|^Home$|^End$/.test(event.key)) neighbour(all, current, event.key).node.focus();
+      const { key } = event;
+      if (key === "Enter" || key === " ") pressed(current.node);
+      else if (/^Arrow|^Home$|^End$/.test(key)) neighbour(all, current, key).node.focus();
       else return;
       event.preventDefault();
     },

@@ -20,10 +20,11 @@ function waitsOf(rank, spans, period) {
   let since = 0;
   for (const { start, end } of [...kernels, { start: period, end: period }]) {
     if (start - since > least) {
-      const until = own.find(({ stream, end: done }) =>
+      const exchange = own.find(({ stream, end: done }) =>
         stream === "collectives" && Math.abs(done - start) < least);
       const next = start === period ? "the next iteration begins" : "";
-      waits.push({ rank, start: since, end: start, until: until ? `${until.phase} is done` : next });
+      const until = exchange ? `${exchange.phase} is done` : next;
+      waits.push({ rank, start: since, end: start, until });
     }
     since = Math.max(since, end);
   }
@@ -88,33 +89,34 @@ function timeline({ period_ms: period, bound_ms: bound, stages, ranks, spans: gi
   chart.prepend(axis);
 
   const all = [];
-  function put(name, { rank, start, end }, stream, lines, stage = "") {
-    const duration = `${ms(end - start)} ms`;
+  function put(name, { rank, start, end }, stream, title, facts, stage = "") {
     const node = make("i", { class: name }, make("span", {}, stage ? make("b", {}, stage) : "",
       make("em", {}, ms(end - start))));
     node.style.left = at(start);
     node.style.width = at(end - start);
     const { lane, row } = lanes.get(`${rank} ${stream}`);
     lane.append(node);
-    all.push({ node, rank, row, column: start, lines: [`rank ${rank}: ${lines[0]}`,
-      ...[duration, ...lines.slice(1)].filter(Boolean)] });
+    const lines = [`rank ${rank}: ${title}`, `${ms(end - start)} ms`, ...facts.filter(Boolean)];
+    all.push({ node, rank, row, column: start, lines });
   }
   for (const span of spans) {
     const { stream, phase, stage, batch, binds } = span;
     const beside = stream === "collectives" ? besideKernels(span, spans) : 0;
-    put(`${kindOf(phase)}${hatch(stage)}${binds ? " binds" : ""}${batch ? " other" : ""}`,
-      span, stream, [nameOf(phase), beside > 0 && `${ms(beside)} ms of it beside kernels`, stages[stage],
-        batch && `batch ${batch > 0 ? "+" : ""}${batch}`, binds && "binds"],
-      several && stage >= 0 ? `${stage + 1}` : "");
+    const kind = `${kindOf(phase)}${hatch(stage)}${binds ? " binds" : ""}${batch ? " other" : ""}`;
+    put(kind, span, stream, nameOf(phase), [
+      beside > 0 && `${ms(beside)} ms of it beside kernels`, stages[stage],
+      batch && `batch ${batch > 0 ? "+" : ""}${batch}`, binds && "binds",
+    ], several && stage >= 0 ? `${stage + 1}` : "");
   }
   const waits = ranks.flatMap((rank) => waitsOf(rank, spans, period));
   for (const wait of waits) {
-    put("waiting", wait, "compute", ["waiting", wait.until && `until ${wait.until}`]);
+    put("waiting", wait, "compute", "waiting", [wait.until && `until ${wait.until}`]);
   }
   all.sort((a, b) => a.row - b.row || a.column - b.column);
   reach(chart, all);
 
-  const used = [...KINDS, "dense"].filter((name) => spans.some(({ phase }) => kindOf(phase) === name));
+  const used = [...KINDS, "dense"].filter((name) =>
+    spans.some(({ phase }) => kindOf(phase) === name));
   if (waits.length) used.push("waiting");
   const named = !several ? [] : [make("div", { class: "legend" },
     ...stages.map((name, k) => make("span", {},

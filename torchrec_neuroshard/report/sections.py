@@ -101,7 +101,7 @@ class Section:
     """Bullets in the brief text."""
     grid: Grid | None = None
     charts: Sequence[Mapping[str, Any]] = ()
-    """Drawn by `page.js`: `bars` of ranks, or the `timeline`."""
+    """Drawn by the page's script: `bars` of ranks, the `timeline` or a `heat map`."""
     bars: Sequence[str] = ()
     """The charts as lines of text. Without them only the page shows a chart's
     section."""
