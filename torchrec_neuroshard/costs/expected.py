@@ -14,7 +14,7 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
+import scipy
 
 from torchrec_neuroshard.costs.passes import TIMED
 
@@ -69,14 +69,16 @@ def draws(count: int, seed: int = 0) -> Floats:
     """
     rng = np.random.default_rng(seed)
     interval = rng.permuted(np.tile(np.arange(NUM_DRAWS), (2 * count, 1)), axis=1)
-    normal: Floats = ndtri((interval + rng.random(interval.shape)) / NUM_DRAWS)
+    normal: Floats = scipy.special.ndtri(
+        (interval + rng.random(interval.shape)) / NUM_DRAWS
+    )
     normal -= normal.mean(axis=1, keepdims=True)
     normal = normal.T.reshape(-1, count, 2)
     if count == 1:
         return normal
     # The largest of K values is below x with the K-th power of the chance of one.
     chance = (np.arange(_MANY) + 0.5) / _MANY
-    largest = ndtri(chance ** (1 / count)).mean()
+    largest = scipy.special.ndtri(chance ** (1 / count)).mean()
     normal *= largest / normal.max(axis=1).mean(axis=0)
     return normal
 

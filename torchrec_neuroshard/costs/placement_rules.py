@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy import sparse
+import scipy
 
 from torchrec_neuroshard.errors import ConfigError
 
@@ -225,8 +225,8 @@ class PlacementRules:
                 *(self.ranks(mate) for mate in self.colocated_with(table))
             )
             may[row, sorted(common)] = True
-        of_table = sparse.csgraph.maximum_bipartite_matching(
-            sparse.csr_array(may), perm_type="column"
+        of_table = scipy.sparse.csgraph.maximum_bipartite_matching(
+            scipy.sparse.csr_array(may), perm_type="column"
         )
         if (of_table < 0).any():
             ranks = np.flatnonzero(may.any(axis=0)).tolist()

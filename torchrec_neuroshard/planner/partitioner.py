@@ -61,8 +61,8 @@ from torchrec_neuroshard.planner.ways import (
     is_placeable,
     proposed_ways,
 )
-from torchrec_neuroshard.search import SearchConfig, make_searcher
-from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.default import make_searcher
 from torchrec_neuroshard.tables.sharding_types import COLUMN_WISE
 
 LATER_EFFORT = 0.3

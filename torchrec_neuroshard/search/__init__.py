@@ -1,15 +1,25 @@
-"""Searches over sharding types, kernels, column splits and ranks."""
+"""Searches over sharding types, kernels, column splits and ranks.
+
+`NeuroShardSearcher` and `make_searcher` are loaded on first use. Reports and the
+command line need only the interface.
+"""
 
 from __future__ import annotations
 
-import importlib
-import inspect
+from typing import TYPE_CHECKING
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.search.default import NeuroShardSearcher
+from torchrec_neuroshard.search.base import (
+    SEARCHES,
+    SearchConfig,
+    Searcher,
+    SearchResult,
+)
+
+if TYPE_CHECKING:
+    from torchrec_neuroshard.search.default import NeuroShardSearcher, make_searcher
 
 __all__ = [
+    "SEARCHES",
     "NeuroShardSearcher",
     "SearchConfig",
     "SearchResult",
@@ -17,42 +27,10 @@ __all__ = [
     "make_searcher",
 ]
 
-SEARCHES: dict[str, tuple[str, str]] = {
-    "default": ("search.default", "NeuroShardSearcher"),
-    "autoshard": ("papers.autoshard", "AutoShardSearcher"),
-    "dreamshard": ("papers.dreamshard", "DreamShardSearcher"),
-    "neuroshard": ("papers.neuroshard", "PaperSearcher"),
-}
-"""Name -> module in this package and class. They are imported on request,
-since `papers` is a layer above this one."""
 
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchrec_neuroshard.search import default
 
-def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
-    """Return the search for a name, for settings, or a given search itself.
-
-    Raises:
-        ConfigError: The name is unknown, or the search takes other arguments than
-            `Searcher.search`.
-    """
-    if isinstance(search, Searcher):
-        try:
-            inspect.signature(search.search).bind(None, None)
-        except TypeError as error:
-            raise ConfigError(
-                f"search '{search.name}' takes other arguments than (task, simulator): "
-                f"declare {type(search).__name__}.search(self, task, simulator). "
-                "simulator.cost_model and simulator.comms_model are the models"
-            ) from error
-        return search
-    if isinstance(search, SearchConfig):
-        return NeuroShardSearcher(search)
-    if search not in SEARCHES:
-        raise ConfigError(
-            f"unknown search '{search}'; one of {', '.join(sorted(SEARCHES))}, or pass "
-            "a SearchConfig or a Searcher"
-        )
-    module, name = SEARCHES[search]
-    package = __name__.partition(".")[0]
-    made = getattr(importlib.import_module(f"{package}.{module}"), name)()
-    assert isinstance(made, Searcher)
-    return made
+    return getattr(default, name)

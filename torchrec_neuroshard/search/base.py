@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -17,6 +17,14 @@ from torchrec_neuroshard.notes import Note
 
 BOUNDS = ("none", "quick", "thorough")
 """Values of `SearchConfig.bound`."""
+SEARCHES: Mapping[str, tuple[str, str]] = {
+    "default": ("search.default", "NeuroShardSearcher"),
+    "autoshard": ("papers.autoshard", "AutoShardSearcher"),
+    "dreamshard": ("papers.dreamshard", "DreamShardSearcher"),
+    "neuroshard": ("papers.neuroshard", "PaperSearcher"),
+}
+"""Name -> module in this package and class. They are imported on request,
+since `papers` is a layer above this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import inspect
 import itertools
 import math
 import sys
@@ -27,10 +29,13 @@ import numpy as np
 from torchrec_neuroshard.costs.lengths import lengths_differ
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
+    SEARCHES,
     BudgetedSearcher,
     SearchConfig,
+    Searcher,
     SearchResult,
 )
 from torchrec_neuroshard.search.bounds import lower_bound
@@ -300,3 +305,34 @@ def finish_result(
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,
     )
+
+
+def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
+    """Return the search for a name, for settings, or a given search itself.
+
+    Raises:
+        ConfigError: The name is unknown, or the search takes other arguments than
+            `Searcher.search`.
+    """
+    if isinstance(search, Searcher):
+        try:
+            inspect.signature(search.search).bind(None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"search '{search.name}' takes other arguments than (task, simulator): "
+                f"declare {type(search).__name__}.search(self, task, simulator). "
+                "simulator.cost_model and simulator.comms_model are the models"
+            ) from error
+        return search
+    if isinstance(search, SearchConfig):
+        return NeuroShardSearcher(search)
+    if search not in SEARCHES:
+        raise ConfigError(
+            f"unknown search '{search}'; one of {', '.join(sorted(SEARCHES))}, or pass "
+            "a SearchConfig or a Searcher"
+        )
+    module, name = SEARCHES[search]
+    package = __name__.partition(".")[0]
+    made = getattr(importlib.import_module(f"{package}.{module}"), name)()
+    assert isinstance(made, Searcher)
+    return made

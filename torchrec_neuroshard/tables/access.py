@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import lambertw, pdtr
+import scipy
 
 from torchrec_neuroshard.errors import ProfileError
 
@@ -107,7 +107,7 @@ class AccessDistribution:
         ids = ids[used] * min(1.0, num_embeddings / ids.sum())
         count = profile.bin_mean_counts()[used]
         above = np.maximum(count, 1 + 1e-9)  # the rate of a count of 1 is 0
-        rate = above + lambertw(-above * np.exp(-above)).real
+        rate = above + scipy.special.lambertw(-above * np.exp(-above)).real
         more = np.where(
             rate > _LEAST_RATE, ids * (count / np.maximum(rate, _LEAST_RATE) - 1), 0.0
         )
@@ -133,7 +133,7 @@ class AccessDistribution:
         num_ids, share = np.asarray(self.num_ids), np.asarray(self.share)
         used = (num_ids > 0) & (share > 0)
         rate = num_lookups * share[used] / num_ids[used]
-        below = pdtr(COUNT_BIN_LOW - 1, rate[:, None])
+        below = scipy.special.pdtr(COUNT_BIN_LOW - 1, rate[:, None])
         bins = num_ids[used] @ np.diff(below, append=1.0)
         return tuple(np.maximum(bins, 0.0).tolist())
 

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.tables.access import NUM_COUNT_BINS
+from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import DATA_TYPE_BYTES, TableConfig
 
 FEATURE_VERSION = 2
@@ -25,7 +27,9 @@ _LINE_BYTES, _DIGIT_BITS = 64, 8
 """Cache line of a CPU [bytes], and digits of the ids' radix sort [bits]."""
 
 
-def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
+def _columns(
+    table: TableConfig, profile: FeatureProfile, batch_size: int
+) -> dict[str, float]:
     """Return the features of a table by name, in order, independent of its width.
 
     `*_bytes` and `*_values` count a shard of one column. `*_lines` count a shard whose
@@ -40,7 +44,6 @@ def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
     Source: FBGEMM 1.8, embedding_backward_split_cpu_template.cpp, csr2csc and
     radix_sort_parallel.
     """
-    profile = table.profile_at(batch_size)
     lookups, distinct = profile.num_lookups, profile.num_distinct
     # A row that is not pooled is a bag of one id.
     bags = batch_size * table.num_outputs if table.pooled else lookups
@@ -89,7 +92,15 @@ def _columns(table: TableConfig, batch_size: int) -> dict[str, float]:
 
 
 FEATURE_NAMES: tuple[str, ...] = tuple(
-    _columns(TableConfig(name="any", num_embeddings=1, embedding_dim=4), batch_size=1)
+    _columns(
+        TableConfig(name="any", num_embeddings=1, embedding_dim=4),
+        FeatureProfile(
+            batch_size=1,
+            num_lookups=1.0,
+            access_histogram=(1.0, *[0.0] * (NUM_COUNT_BINS - 1)),
+        ),
+        batch_size=1,
+    )
 )
 """Columns of a feature matrix, in order."""
 
@@ -125,7 +136,8 @@ class ShardFeaturizer:
         """Add tables and, for each, the number of samples that its kernel sees."""
         base_TF = np.zeros((len(tables), len(FEATURE_NAMES)))
         for row, table, batch_size in zip(base_TF, tables, batch_sizes, strict=True):
-            row[:] = [*_columns(table, batch_size).values()]
+            profile = table.profile_at(batch_size)
+            row[:] = [*_columns(table, profile, batch_size).values()]
         value_bytes = [float(DATA_TYPE_BYTES[t.data_type]) for t in tables]
         self._base_TF = np.concatenate([self._base_TF, base_TF])
         self._value_bytes_T = np.append(self._value_bytes_T, value_bytes)

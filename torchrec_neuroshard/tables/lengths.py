@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+import scipy
 
 from torchrec_neuroshard.errors import ProfileError, check_number
 
@@ -57,7 +57,8 @@ def length_std(mean: float, p95: float, longest: float | None = None) -> float:
     if mean in (0.0, p95, most):
         return 0.0
     share = mean / most
-    found = stats.beta.ppf(0.95, share * _CONCENTRATIONS, (1 - share) * _CONCENTRATIONS)
+    alpha, beta = share * _CONCENTRATIONS, (1 - share) * _CONCENTRATIONS
+    found = scipy.special.betaincinv(alpha, beta, 0.95)
     reached = found >= min(p95 / most, 0.999)
     place = int(reached.argmax()) if reached.any() else int(found.argmax())
     return math.sqrt(mean * (most - mean) / (1.0 + float(_CONCENTRATIONS[place])))

@@ -9,6 +9,7 @@ Shapes: `B` samples, `C` = 17 count bins.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special
+import scipy
 
 from torchrec_neuroshard.errors import ProfileError, check_number
 from torchrec_neuroshard.files import to_fields
@@ -349,7 +350,7 @@ def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
     edges = COUNT_BIN_LOW - 1
 
     def at_most(trials: Floats) -> Floats:
-        inside = special.bdtr(np.minimum(edges, trials), trials.astype(int), keep)
+        inside = scipy.special.bdtr(np.minimum(edges, trials), trials.astype(int), keep)
         return np.where(edges < trials, inside, 1.0)
 
     below = at_most(low) * (1 - upper_weight) + at_most(low + 1) * upper_weight
@@ -360,10 +361,15 @@ def _thin(ids: Floats, mean_count: Floats, keep: float) -> Floats:
 _LOG_RATES = np.linspace(math.log(1e-8), math.log(32.0), 440)
 RARE_RATES: Floats = np.exp(_LOG_RATES)
 """Grid of rare ids' rates [lookups per batch], rising."""
-_RARELY_MET = special.pdtr(4, RARE_RATES)
-"""Probability that a batch has at most four lookups of an id, for each rate."""
 _NARROW_SHAPE = 100.0
 """From this shape on, the gamma density is narrow: all rates count as its mean."""
+
+
+@functools.cache
+def _rarely_met() -> Floats:
+    """Return the probability of at most four lookups in a batch, for each rate."""
+    found: Floats = scipy.special.pdtr(4, RARE_RATES)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,16 +406,16 @@ class _RareIds:
         odds = self.scale / (1 - self.scale)
         if self.shape > _NARROW_SHAPE:  # all have about the same rate
             rate = np.array([self.shape * odds])
-            return once * np.exp(rate) / rate * special.pdtr(4, rate), rate
+            return once * np.exp(rate) / rate * scipy.special.pdtr(4, rate), rate
         log_density = (
             math.log(once)
-            - special.gammaln(self.shape + 1)
+            - scipy.special.gammaln(self.shape + 1)
             - (self.shape + 1) * math.log(self.scale)
             + self.shape * _LOG_RATES
             - RARE_RATES / odds
         )
         num_ids = np.exp(log_density) * (_LOG_RATES[1] - _LOG_RATES[0])
-        return num_ids * _RARELY_MET, RARE_RATES
+        return num_ids * _rarely_met(), RARE_RATES
 
     def fresh(self, once: float, more: float) -> Floats:
         """Return the histogram of ids that first appear in further lookups.
@@ -451,7 +457,9 @@ def _extrapolate(ids: Floats, mean_count: Floats, ratio: float) -> Floats:
     some = ids > 0
     further = COUNT_BIN_HIGH[:-1] - mean_count[some, None]
     success = 1 / (1 + more * scale[some, None])
-    below = special.betainc(shape[some, None], np.maximum(further + 1, 1e-9), success)
+    below = scipy.special.betainc(
+        shape[some, None], np.maximum(further + 1, 1e-9), success
+    )
     below = np.where(further > -1, below, 0.0)
     return ids[some] @ np.diff(below, prepend=0.0, append=1.0) + fresh
 
