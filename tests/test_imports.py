@@ -23,7 +23,7 @@ def test_accelerators_are_named_in_one_place() -> None:
         f"{path}:{node.lineno}"
         for path, node in nodes()
         if isinstance(node, ast.Constant) and node.value in ("cuda", "nccl")
-        if path != "hardware/devices.py"
+        if path != "hardware/device_types.py"
     ]
 
 

@@ -14,12 +14,12 @@ from torchrec_neuroshard.errors import NeuroShardError
 if TYPE_CHECKING:
     from torchrec_neuroshard.bundles.find import load_cost_model
     from torchrec_neuroshard.contrib.provider import NeuroShardPlannerProvider
+    from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
     from torchrec_neuroshard.costs.schedules import DenseMs
     from torchrec_neuroshard.costs.task import Placement
     from torchrec_neuroshard.monitor import PlanMonitor
     from torchrec_neuroshard.papers.neuroshard import PaperSearcher
     from torchrec_neuroshard.phase_timer import PhaseTimer
-    from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.groups import group_topology
     from torchrec_neuroshard.planner.planner import NeuroShardPlanner
     from torchrec_neuroshard.planner.topology import topology_for
@@ -73,7 +73,7 @@ _LOCATIONS = {
     "PaperSearcher": "torchrec_neuroshard.papers.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.costs.task",
-    "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
+    "PlacementConstraints": "torchrec_neuroshard.costs.placement_constraints",
     "PlanMonitor": "torchrec_neuroshard.monitor",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",

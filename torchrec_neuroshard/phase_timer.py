@@ -31,11 +31,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard.costs.simulator import PHASES
 from torchrec_neuroshard.errors import ConfigError, check_kind
-from torchrec_neuroshard.hardware.devices import (
-    accelerator,
-    is_accelerator,
-    synchronize,
-)
+from torchrec_neuroshard.hardware.device_types import is_accelerator
+from torchrec_neuroshard.hardware.devices import accelerator, synchronize
 from torchrec_neuroshard.sharded_model import lookups, wait_through
 from torchrec_neuroshard.tables.profile import FeatureProfile, profile_ids
 

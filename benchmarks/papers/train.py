@@ -34,7 +34,7 @@ from papers.nets import FitReport, PaperTrainConfig
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RecordMismatchError
 from torchrec_neuroshard.files import check_folder, from_options
-from torchrec_neuroshard.hardware.devices import BACKENDS
+from torchrec_neuroshard.hardware.device_types import BACKENDS
 from torchrec_neuroshard.measure.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.models.base import CommsModel

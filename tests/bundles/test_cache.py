@@ -17,7 +17,7 @@ import pytest
 from tests.builders import make_tables
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.cache import CacheKey
-from torchrec_neuroshard.bundles.find import PRETRAINED
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.tables.features import table_features

@@ -16,15 +16,11 @@ from tests.builders import (
     make_header,
     write_records,
 )
-from torchrec_neuroshard.bundles.find import PRETRAINED
-from torchrec_neuroshard.bundles.fit import (
-    TrainConfig,
-    as_cost_model,
-    fit_model,
-    train,
-)
+from torchrec_neuroshard.bundles.descriptions import COMPUTE_DESCRIPTION, BundleInfo
+from torchrec_neuroshard.bundles.fit import as_cost_model, fit_model, train
 from torchrec_neuroshard.bundles.fit_physics import best_factor
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle, BundleInfo
+from torchrec_neuroshard.bundles.folders import PRETRAINED
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
 from torchrec_neuroshard.bundles.make import make_bundle
 from torchrec_neuroshard.bundles.set_data import (
     MIN_SETS,
@@ -32,6 +28,7 @@ from torchrec_neuroshard.bundles.set_data import (
     build_sets,
     split_records,
 )
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands.bundles import RECORDS_NAME
 from torchrec_neuroshard.errors import ConfigError, RecordError
@@ -127,7 +124,7 @@ def test_bundle_and_card_tell_what_was_done(
     records = make_records(120, 1, power=0.9, factor=0.6)
     write_records(path, make_header("here", reference_ms=6.0), records)
     found = make_bundle([path], out, "mine", QUICK, start=Bundle(old))
-    info, model = COMPUTE_BUNDLE.read_info(out), Bundle(out).cost_model()
+    info, model = COMPUTE_DESCRIPTION.read_info(out), Bundle(out).cost_model()
     assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
     assert info.trained_on["started_from"] == "old"
     # Fine-tuning learns what constants cannot express.
@@ -198,7 +195,7 @@ def test_measures_and_trains(
     assert all(r.held_out for r in of_plans)
     assert MIN_SETS <= sum(r.held_out for r in records) <= 60 - MIN_SETS
     assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
-    info = COMPUTE_BUNDLE.read_info(out)
+    info = COMPUTE_DESCRIPTION.read_info(out)
     assert Bundle(out).cost_model().name == "mine"
     assert info.fingerprint.device == cpu_name()
     assert info.trained_on["started_from"] in ("cpu", "cpu_epyc", "cpu_epyc_zen5")
@@ -219,5 +216,5 @@ def test_calibration_starts_from_the_nearest_bundle(tmp_path: Path) -> None:
     ]
     write_records(path, make_header("here"), slow)
     make_bundle([path], tmp_path / "out", "mine", QUICK, start="nearest")
-    trained_on = COMPUTE_BUNDLE.read_info(tmp_path / "out").trained_on
+    trained_on = COMPUTE_DESCRIPTION.read_info(tmp_path / "out").trained_on
     assert trained_on["started_from"] == "cpu_epyc"

@@ -38,11 +38,8 @@ from tests.builders import (
     write_records,
 )
 from torchrec_neuroshard.bundles import cache, measure_job
-from torchrec_neuroshard.bundles.find import (
-    PRETRAINED,
-    load_cost_model,
-    physical_estimate,
-)
+from torchrec_neuroshard.bundles.find import load_cost_model, physical_estimate
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.files import from_fields, to_fields

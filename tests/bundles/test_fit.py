@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tests.builders import costed, draw_records, make_header, write_records
+from torchrec_neuroshard.bundles.descriptions import COMPUTE_DESCRIPTION
 from torchrec_neuroshard.bundles.fit import (
     Evaluation,
-    TrainConfig,
     as_cost_model,
     evaluate,
     fit_model,
@@ -24,8 +24,9 @@ from torchrec_neuroshard.bundles.fit import (
     train,
 )
 from torchrec_neuroshard.bundles.fit_physics import fit_physics, fitted_kinds
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.set_data import MIN_SETS, SetData, build_sets
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.bundles.training_loop import fit, seeded
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import ConfigError, RecordError
@@ -312,7 +313,7 @@ def test_command_trains_on_steady_records_and_keeps_the_better_model(
     assert "learned: forward " in capsys.readouterr().out
     model, trained_on = (
         Bundle(out).cost_model(),
-        COMPUTE_BUNDLE.read_info(out).trained_on,
+        COMPUTE_DESCRIPTION.read_info(out).trained_on,
     )
     kept = trained_on["kept"]
     assert model.name == "mine"

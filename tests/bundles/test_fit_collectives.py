@@ -22,14 +22,11 @@ from tests.builders import (
     make_planner,
     write_records,
 )
-from torchrec_neuroshard.bundles import find, fit_collectives
+from torchrec_neuroshard.bundles import find, fit_collectives, folders
+from torchrec_neuroshard.bundles.descriptions import COMMS_BUNDLE, save_comms_bundle
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
 from torchrec_neuroshard.bundles.fit_collectives import CommsData, build_comms
-from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
-    Bundle,
-    save_comms_bundle,
-)
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.make import make_comms_bundle
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import BundleMismatchError, RecordError
@@ -198,7 +195,7 @@ def test_other_versions_are_refused(
 def test_collectives_join_a_compute_model_of_their_device(
     bundle: Path, tmp_path: Path
 ) -> None:
-    both = shutil.copytree(find.PRETRAINED / "cpu", tmp_path / "both")
+    both = shutil.copytree(folders.PRETRAINED / "cpu", tmp_path / "both")
     info = COMMS_BUNDLE.read_info(bundle)
     with pytest.raises(BundleMismatchError, match="measured on a CPU; name another"):
         save_comms_bundle(both, info, "card")
@@ -272,10 +269,10 @@ def test_planner_finds_measured_or_published_collectives(
     assert found_for(bundle, "NVIDIA A10", "cuda") is None
 
     # "auto" takes a shipped bundle of this very device.
-    one = shutil.copytree(find.PRETRAINED / "cpu", tmp_path / "shipped" / "one")
+    one = shutil.copytree(folders.PRETRAINED / "cpu", tmp_path / "shipped" / "one")
     shutil.copy(bundle / "comms.json", one)
     with monkeypatch.context() as patch:
-        patch.setattr(find, "PRETRAINED", tmp_path / "shipped")
+        patch.setattr(folders, "PRETRAINED", tmp_path / "shipped")
         assert found_for("auto", "another CPU") is None
         assert found_for("auto", "a CPU").source == "measured"
 

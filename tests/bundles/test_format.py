@@ -17,14 +17,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.builders import make_fingerprint
-from torchrec_neuroshard.bundles import find
+from torchrec_neuroshard.bundles import find, folders
+from torchrec_neuroshard.bundles.descriptions import COMMS_BUNDLE, COMPUTE_DESCRIPTION
 from torchrec_neuroshard.bundles.find import load_comms_model, load_cost_model
 from torchrec_neuroshard.bundles.fit import evaluate
-from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    Bundle,
-)
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
 from torchrec_neuroshard.bundles.set_data import build_sets, split_records
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
@@ -39,7 +36,7 @@ from torchrec_neuroshard.models.base import CommsModel
 from torchrec_neuroshard.models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.tables.features import FEATURE_NAMES, FEATURE_VERSION
 
-BUNDLE = find.PRETRAINED / "cpu"
+BUNDLE = folders.PRETRAINED / "cpu"
 FOUR: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.jsonl.xz"
 
@@ -127,7 +124,7 @@ def test_load_by_path_name_and_object(tmp_path: Path) -> None:
 def test_auto_takes_the_bundle_of_this_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(find, "PRETRAINED", tmp_path)
+    monkeypatch.setattr(folders, "PRETRAINED", tmp_path)
     write_bundle(tmp_path / "other", device="another CPU")
     with pytest.warns(UserWarning, match="physical estimate"):
         assert isinstance(load_cost_model("auto"), PhysicalCostModel)
@@ -182,7 +179,7 @@ def test_auto_takes_the_bundle_of_the_planned_card_as_sold(
 def test_card_shows_the_errors_that_the_data_give(name: str, file: str) -> None:
     folder, path = BUNDLE.parent / name, DATA.parent / f"compute_{file}.jsonl.xz"
     training, held_out = split_records(steady_records(read_records([path])[1]))
-    trained_on = COMPUTE_BUNDLE.read_info(folder).trained_on
+    trained_on = COMPUTE_DESCRIPTION.read_info(folder).trained_on
     assert trained_on["num_test_sets"] == len(held_out)
     if name == "cpu":  # the file has all sets of no other bundle's training
         assert trained_on["num_training_sets"] == len(training)
@@ -265,8 +262,8 @@ def test_measured_collectives_stand_in_for_other_cpus(
     # A given bandwidth takes precedence over another machine's measurements.
     assert load_comms_model("auto", **cpus, intra_gb_per_s=5.0) is None
     # Collectives have the compute model's time unit.
-    bundle = find.PRETRAINED / "cpu_epyc"
-    compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
+    bundle = folders.PRETRAINED / "cpu_epyc"
+    compute = COMPUTE_DESCRIPTION.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
     measured = exchange(Bundle(bundle).comms_model(compute=None, **FOUR))
     scaled = exchange(load_comms_model(bundle, **cpus))

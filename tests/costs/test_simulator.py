@@ -8,7 +8,8 @@ import numpy.typing as npt
 import pytest
 
 from tests.builders import make_tables, make_task
-from torchrec_neuroshard.bundles.find import load_cost_model, pretrained_names
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.bundles.folders import pretrained_names
 from torchrec_neuroshard.costs.simulator import PHASES, RankCosts, Simulator
 from torchrec_neuroshard.costs.task import KernelFactors, Placement, WireCodec
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, card_named

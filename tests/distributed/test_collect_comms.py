@@ -17,7 +17,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message_of
-from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
+from torchrec_neuroshard.measure.run_collectives import collect_comms
+from torchrec_neuroshard.measure.settings import CommsConfig
 from torchrec_neuroshard.measure.store import read_comms_records
 
 pytestmark = pytest.mark.distributed

@@ -14,8 +14,8 @@ from tests.builders import CPU, bag_config, bag_sharders, bags, make_planner
 from tests.distributed.ranks import TWO_NODES, Jobs, OfJob, Results
 from tests.distributed.unsharded import draw_batch
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.find import PRETRAINED
-from torchrec_neuroshard.bundles.format import COMMS_BUNDLE
+from torchrec_neuroshard.bundles.descriptions import COMMS_BUNDLE
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 
 pytestmark = pytest.mark.distributed
 

@@ -46,7 +46,8 @@ from tests.builders import (
     write_records,
 )
 from tests.fuzz.campaign import Case, Outcome
-from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.commands.inputs import (
     build_model,
     read_constraints,

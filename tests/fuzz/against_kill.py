@@ -28,7 +28,9 @@ from tests.builders import make_header, write_records
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.find import PRETRAINED, load_cost_model
+from torchrec_neuroshard.bundles.descriptions import COMPUTE_DESCRIPTION
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import CheckpointError
 from torchrec_neuroshard.measure.store import RecordStore, read_records
@@ -95,7 +97,7 @@ class Bundle(Writer):
         tell()
 
     def check(self, folder: Path, told: int) -> None:
-        name = COMPUTE_BUNDLE.read_info(folder).name
+        name = COMPUTE_DESCRIPTION.read_info(folder).name
         assert name in self.names[told > 0 :], f"{name}, {told} are safe"
         found, wanted = (
             COMPUTE_BUNDLE.load(path)[0].state_dict()

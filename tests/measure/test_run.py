@@ -18,8 +18,9 @@ from torchrec_neuroshard.measure import clock, run
 from torchrec_neuroshard.measure.clock import CPU_PASSES, Reference
 from torchrec_neuroshard.measure.kernels import device_fingerprint
 from torchrec_neuroshard.measure.records import CostRecord
-from torchrec_neuroshard.measure.run import CollectConfig, collect_compute
+from torchrec_neuroshard.measure.run import collect_compute
 from torchrec_neuroshard.measure.sets import SamplingConfig, SetSampler
+from torchrec_neuroshard.measure.settings import CollectConfig
 from torchrec_neuroshard.measure.store import read_records
 from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
@@ -167,7 +168,7 @@ def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
             lambda sampled, *_: measure(sampled.index),
         )
         path, told = tmp_path / "r.jsonl", list[str]()
-        config = run.CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
+        config = CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING)
         run.collect_compute(config, ESTIMATE, told.append)
         return read_records([path])[1], "\n".join(told)
 

@@ -30,9 +30,8 @@ from torchrec_neuroshard.measure.collectives import (
     sample_collective,
 )
 from torchrec_neuroshard.measure.ranks import Ranks
-from torchrec_neuroshard.measure.run import CollectConfig
-from torchrec_neuroshard.measure.run_collectives import CommsConfig
 from torchrec_neuroshard.measure.sets import SamplingConfig
+from torchrec_neuroshard.measure.settings import CollectConfig, CommsConfig
 from torchrec_neuroshard.measure.store import (
     RecordStore,
     read_comms_records,

@@ -4,11 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 
 from tests.builders import make_tables
 from torchrec_neuroshard.bundles.find import physical_estimate
-from torchrec_neuroshard.measure import sets as sets_module
 from torchrec_neuroshard.measure.placing import split_columns
 from torchrec_neuroshard.measure.sets import (
     SampledSet,
@@ -269,18 +267,12 @@ def test_some_sets_of_plans_are_of_row_shards() -> None:
     assert 0.05 < row_wise / len(sets) < 0.35
 
 
-def test_a_gpu_gets_all_kinds_and_large_sets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def config_of(memory: int) -> SamplingConfig:
-        monkeypatch.setattr(sets_module, "device_bytes", lambda device: memory)
-        return SamplingConfig.for_device(torch.device("cuda"))
-
+def test_a_gpu_gets_all_kinds_and_large_sets() -> None:
     memory = 24 * 2**30
-    small, config = config_of(memory), config_of(10 * memory)
+    small, config, larger = (SamplingConfig.for_memory(n * memory) for n in (1, 10, 12))
     assert 0.6 < small.max_weight_bytes / memory < 0.8
     assert small.max_lookups == memory // 1_400 < config.max_lookups
-    assert config_of(12 * memory) == config
+    assert larger == config
     sets = [
         SetSampler(config, 4, [], physical_estimate("cuda")).sample(i)
         for i in range(150)

@@ -26,7 +26,7 @@ from tests.builders import (
     make_planner,
     sequences,
 )
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 
 GIB = 2**30

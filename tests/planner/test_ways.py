@@ -31,9 +31,9 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard import rehearse
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import reader
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.proposer import NeuroShardProposer

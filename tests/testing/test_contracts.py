@@ -21,16 +21,10 @@ from papers.heuristics import (
 from papers.milp import MilpConfig, MilpSearcher
 from tests.builders import result_of
 from tests.search.exhaustive import ExhaustiveSearcher
-from torchrec_neuroshard.bundles.find import (
-    PRETRAINED,
-    load_cost_model,
-    pretrained_names,
-)
-from torchrec_neuroshard.bundles.format import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    Bundle,
-)
+from torchrec_neuroshard.bundles.descriptions import COMMS_BUNDLE, COMPUTE_DESCRIPTION
+from torchrec_neuroshard.bundles.find import load_cost_model
+from torchrec_neuroshard.bundles.folders import PRETRAINED, pretrained_names
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.errors import InfeasibleError
@@ -93,7 +87,7 @@ COMMS_MODELS: dict[str, Callable[..., CommsModel]] = {
 
 def bundle_comms(folder: Path, **ranks: int) -> CommsModel:
     info = COMMS_BUNDLE.read_info(folder)
-    compute = COMPUTE_BUNDLE.find_info(folder)
+    compute = COMPUTE_DESCRIPTION.find_info(folder)
     # If only one node was measured, the bandwidth between nodes must be given.
     inter = info.inter_gb_per_s or 1.0
     return Bundle(folder).comms_model(compute=compute, inter_gb_per_s=inter, **ranks)
@@ -150,7 +144,9 @@ for name, made in COST_MODELS.items():
 for name in pretrained_names():
     # Nets encode in single precision.
     settings = {"tolerance": 1e-4, "has_ranges": True}
-    device_type = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint.device_type
+    device_type = COMPUTE_DESCRIPTION.read_info(
+        PRETRAINED / name
+    ).fingerprint.device_type
     bundle = functools.partial(load_cost_model, name, device_type=device_type)
     hold(CostModelContract, name, bundle, **settings)
 for name, comms in COMMS_MODELS.items():

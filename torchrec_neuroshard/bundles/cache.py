@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
-from torchrec_neuroshard.bundles.format import Bundle
+from torchrec_neuroshard.bundles.descriptions import COMMS_BUNDLE, COMPUTE_DESCRIPTION
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 from torchrec_neuroshard.tables.features import (
     FEATURE_NAMES,
@@ -167,9 +167,8 @@ def _read(path: Path) -> CacheEntry | None:
         if path.name.endswith(_REJECTED):
             data = read_json(path)
         else:
-            bundle = Bundle(path)
-            compute, _ = bundle.compute, bundle.comms  # both raise if damaged
-            if compute is None:
+            COMMS_BUNDLE.find_info(path)  # raises if it is damaged
+            if COMPUTE_DESCRIPTION.find_info(path) is None:
                 return None
             data = read_json(path / _KEY_NAME)
         key = from_fields(CacheKey, data["key"])

@@ -8,9 +8,12 @@ import os
 import warnings
 from pathlib import Path
 
-from torchrec_neuroshard.bundles.format import (
-    Bundle,
+from torchrec_neuroshard.bundles.folders import (
+    bundle_folder,
+    check_cost_model,
+    pretrained_names,
 )
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.errors import (
     ConfigError,
     NeuroShardError,
@@ -18,13 +21,13 @@ from torchrec_neuroshard.errors import (
     check_number,
 )
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, GpuCard, card_named, find_card
-from torchrec_neuroshard.hardware.devices import (
+from torchrec_neuroshard.hardware.device_types import (
     BACKENDS,
     GPU,
     backend_of,
-    current_device_name,
     is_accelerator,
 )
+from torchrec_neuroshard.hardware.devices import current_device_name
 from torchrec_neuroshard.models.base import (
     CPU_IDS,
     CPU_JOIN,
@@ -35,8 +38,6 @@ from torchrec_neuroshard.models.card_physics import PhysicalConstants
 from torchrec_neuroshard.models.compute import PhysicalCostModel
 from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.models.published_links import published_comms_model
-
-PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 _CPU_CONSTANTS = PhysicalConstants(
     memory_gb_per_s=20.0,
@@ -73,11 +74,6 @@ def card_constants(card: GpuCard) -> PhysicalConstants:
     )
 
 
-def pretrained_names() -> tuple[str, ...]:
-    """Return the names of the bundles that come with the package."""
-    return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
-
-
 def shipped_bundles(device_type: str) -> list[Bundle]:
     """Return the bundles with a compute model that come with the package.
 
@@ -100,11 +96,8 @@ def shipped_bundles(device_type: str) -> list[Bundle]:
 
 def find_bundle(name: str | Path) -> Bundle | None:
     """Return a bundle by its shipped name or folder; None if there is no folder."""
-    shipped = str(name).lower()
-    folder = PRETRAINED / shipped if shipped in pretrained_names() else Path(name)
-    if not (str(name) and folder.is_dir()):
-        return None
-    return Bundle.at(folder)
+    folder = bundle_folder(name)
+    return None if folder is None else Bundle.at(folder)
 
 
 def find_named_card(
@@ -193,12 +186,7 @@ def load_cost_model(
     is_altered = bool(sold and not math.isclose(hbm_gb_per_s or sold, sold))
     is_auto = str(cost_model) == "auto"
     bundle = None if is_auto else find_bundle(cost_model)
-    if bundle is None and named is None and not is_auto:
-        raise ConfigError(
-            f"unknown cost model '{cost_model}'. Use 'auto', a shipped bundle "
-            f"({', '.join(pretrained_names()) or 'none'}), a card "
-            f"({', '.join(GPU_CARDS)}) or a folder from 'neuroshard train'"
-        )
+    check_cost_model(cost_model)
     if bundle and bundle.comms and not bundle.compute:
         warnings.warn(
             f"{bundle.folder} holds only collectives: kernels are costed as with "

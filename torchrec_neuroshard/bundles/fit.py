@@ -12,7 +12,6 @@ Shapes: see `models.network` and `models.physical`.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,8 @@ import torch
 from torchrec_neuroshard.bundles.choice import Choice, Errors
 from torchrec_neuroshard.bundles.fit_physics import fit_physics
 from torchrec_neuroshard.bundles.set_data import SetData, rows_of
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.bundles.training_loop import fit, seeded, shuffled_batches
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import (
@@ -42,45 +41,6 @@ Floats = npt.NDArray[np.float64]
 
 _INSIDE, _DEVIATIONS = 0.9, 1.645
 """90 % of normally distributed errors are within 1.645 standard deviations."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """Settings of the training."""
-
-    epochs: int = 120
-    batch_sets: int = 256
-    """Sets per step."""
-    learning_rate: float = 1e-2
-    """Peak learning rate; the first steps warm up, then a cosine falls to zero."""
-    weight_decay: float = 1e-3
-    num_members: int = 8
-    """Networks in the ensemble."""
-    hidden: int = 64
-    latent: int = 16
-    head_hidden: int = 32
-    validation_share: float = 0.1
-    """Share of many training sets that is left out to choose the candidate, unless
-    sets were drawn for that."""
-    tuning_steps: int = 500
-    """Steps of fine-tuning, in batches of at most 64 sets."""
-    tuning_rate: float = 3e-3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.epochs, self.num_members, self.tuning_steps) < 1:
-            raise ConfigError(
-                "epochs, members and steps must be at least 1, got "
-                f"{self.epochs}, {self.num_members} and {self.tuning_steps}"
-            )
-
-    def tuning(self, num_sets: int) -> TrainConfig:
-        """Return the settings for fine-tuning on `num_sets` sets."""
-        batch = min(64, self.batch_sets)
-        epochs = -(-self.tuning_steps // max(1, -(-num_sets // batch)))
-        return dataclasses.replace(
-            self, epochs=epochs, batch_sets=batch, learning_rate=self.tuning_rate
-        )
 
 
 def physics_network(physics: Physics) -> SetCostNetwork:

@@ -14,7 +14,7 @@ from scipy import optimize
 from scipy.linalg import block_diag
 
 from torchrec_neuroshard.bundles.set_data import SetData
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.models.physical import (
     LEAST_THREADS,
     SET_WORKS,

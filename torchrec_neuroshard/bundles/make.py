@@ -10,12 +10,13 @@ import jinja2
 import numpy as np
 
 from torchrec_neuroshard.bundles.choice import Choice
-from torchrec_neuroshard.bundles.find import (
-    find_bundle,
-    pretrained_names,
-    shipped_bundles,
+from torchrec_neuroshard.bundles.descriptions import (
+    BundleInfo,
+    CommsBundleInfo,
+    save_comms_bundle,
 )
-from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig, fit_model
+from torchrec_neuroshard.bundles.find import shipped_bundles
+from torchrec_neuroshard.bundles.fit import Candidate, fit_model
 from torchrec_neuroshard.bundles.fit_collectives import (
     CommsCandidate,
     build_comms,
@@ -24,16 +25,11 @@ from torchrec_neuroshard.bundles.fit_collectives import (
 )
 from torchrec_neuroshard.bundles.fit_physics import best_factor
 from torchrec_neuroshard.bundles.fit_sequences import fit_sequences
-from torchrec_neuroshard.bundles.format import (
-    COMPUTE_BUNDLE,
-    Bundle,
-    BundleInfo,
-    CommsBundleInfo,
-    save_comms_bundle,
-)
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
 from torchrec_neuroshard.bundles.set_data import SetData, build_sets, split_records
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.measure.records import (
     CommsHeader,
     CommsRecord,
@@ -300,21 +296,3 @@ def _split_collectives(
 def _typical(values: Sequence[float]) -> float:
     known = [v for v in values if v > 0]
     return float(np.median(known)) if known else 0.0
-
-
-def source_bundle(name: str | Path) -> Bundle:
-    """Return the bundle to start from.
-
-    Args:
-        name: Name of a shipped bundle, or a bundle's folder.
-
-    Raises:
-        ConfigError: There is no such bundle.
-    """
-    if (bundle := find_bundle(name)) is None:
-        raise ConfigError(
-            f"no bundle '{name}' to start from: it is neither a shipped bundle "
-            f"({', '.join(pretrained_names()) or 'none'}) nor a folder made by "
-            "'neuroshard train'"
-        )
-    return bundle

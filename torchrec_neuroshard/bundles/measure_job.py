@@ -33,17 +33,18 @@ import numpy as np
 import torch
 
 from torchrec_neuroshard.bundles.find import physical_estimate, shipped_bundles
-from torchrec_neuroshard.bundles.fit import TrainConfig, evaluate
+from torchrec_neuroshard.bundles.fit import evaluate
 from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.make import make_bundle, make_comms_bundle
 from torchrec_neuroshard.bundles.set_data import MIN_SETS, build_sets, split_records
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
+from torchrec_neuroshard.hardware.device_types import backend_of, is_accelerator
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
-    backend_of,
+    device_bytes,
     free_host_bytes,
-    is_accelerator,
     own_device,
     torch_threads,
 )
@@ -63,8 +64,9 @@ from torchrec_neuroshard.measure.records import (
     steady_records,
 )
 from torchrec_neuroshard.measure.run import measure, measure_column_order
-from torchrec_neuroshard.measure.run_collectives import CommsConfig, collect_comms
+from torchrec_neuroshard.measure.run_collectives import collect_comms
 from torchrec_neuroshard.measure.sets import PLAN_SHARE, SampledSet, SamplingConfig
+from torchrec_neuroshard.measure.settings import CommsConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_records
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.progress import clear, shown
@@ -577,7 +579,7 @@ def rank_indices(rank: int, size: int) -> Iterator[int]:
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
     """Return the memory that a rank's sets may take: a share of the free memory."""
-    usual = SamplingConfig.for_device(device).max_weight_bytes
+    usual = SamplingConfig.for_memory(device_bytes(device)).max_weight_bytes
     if is_accelerator(device.type):
         free, _ = accelerator(device.type).mem_get_info(device)
         return min(usual, int(_FREE_SHARE * free))

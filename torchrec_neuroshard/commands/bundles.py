@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
-from torchrec_neuroshard.bundles.fit import Candidate, TrainConfig
+from torchrec_neuroshard.bundles.fit import Candidate
+from torchrec_neuroshard.bundles.folders import source_folder
 from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.make import (
     make_bundle,
     make_comms_bundle,
-    source_bundle,
 )
 from torchrec_neuroshard.bundles.set_data import MIN_SETS
+from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.commands.options import (
     add_bundle,
     add_measuring,
@@ -108,7 +109,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     check_folder(args.out)
     start: Bundle | Literal["nearest"] = "nearest"
     if args.source is not None:
-        start = source_bundle(args.source)
+        start = Bundle.at(source_folder(args.source))
     config = from_options(TrainConfig, args)
     records = args.records
     if not records:

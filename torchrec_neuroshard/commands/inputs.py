@@ -38,6 +38,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.errors import (
     ConfigError,
     InfeasibleError,
@@ -45,19 +46,15 @@ from torchrec_neuroshard.errors import (
     suggestion,
 )
 from torchrec_neuroshard.files import read_fields
+from torchrec_neuroshard.hardware.cards import node_counts
 from torchrec_neuroshard.planner.checks import check_constraints, table_paths
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
     no_options_reason,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.table_keys import (
-    constraint_on,
-    table_keys,
-    unknown_table,
-)
-from torchrec_neuroshard.planner.topology import node_counts, topology_for
+from torchrec_neuroshard.planner.table_keys import constraint_on
+from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.one_rank import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
 from torchrec_neuroshard.tables.loaders import (
@@ -67,6 +64,7 @@ from torchrec_neuroshard.tables.loaders import (
 )
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
+from torchrec_neuroshard.tables.table_keys import table_keys, unknown_table
 
 _TABLE_FILE = re.compile(
     r"(?P<path>-|.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE

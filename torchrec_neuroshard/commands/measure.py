@@ -19,18 +19,16 @@ from torchrec_neuroshard.commands.options import (
 )
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
 from torchrec_neuroshard.files import from_options
+from torchrec_neuroshard.hardware.device_types import BACKENDS
 from torchrec_neuroshard.hardware.devices import (
-    BACKENDS,
     as_device,
     default_device_type,
+    device_bytes,
 )
-from torchrec_neuroshard.measure.run import CollectConfig, collect_compute
-from torchrec_neuroshard.measure.run_collectives import (
-    CommsConfig,
-    collect_comms,
-    default_backend,
-)
+from torchrec_neuroshard.measure.run import collect_compute
+from torchrec_neuroshard.measure.run_collectives import collect_comms, default_backend
 from torchrec_neuroshard.measure.sets import SamplingConfig
+from torchrec_neuroshard.measure.settings import CollectConfig, CommsConfig
 from torchrec_neuroshard.progress import phase
 
 
@@ -137,7 +135,8 @@ def measure_kernels(args: argparse.Namespace, out: Path, **settings: Any) -> Non
                 device=device,
                 **settings,
                 sampling=dataclasses.replace(
-                    SamplingConfig.for_device(as_device(device)), **changes
+                    SamplingConfig.for_memory(device_bytes(as_device(device))),
+                    **changes,
                 ),
             ),
             physical_estimate(as_device(device).type),

@@ -19,7 +19,7 @@ from torchrec.distributed.planner.types import StorageReservation, Topology
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.hardware.cards import GPU_CARDS, find_card
-from torchrec_neuroshard.hardware.devices import GPU
+from torchrec_neuroshard.hardware.device_types import GPU
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
     PlannerProviderBase,

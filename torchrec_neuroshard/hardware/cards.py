@@ -7,13 +7,15 @@ that a collective reaches in one direction, not the line rate.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.errors import ConfigError, is_number, suggestion
 from torchrec_neuroshard.files import from_fields
 
 
@@ -111,3 +113,65 @@ def card_named(name: str) -> GpuCard:
             f"{', '.join(GPU_CARDS)}. For another card, name the most similar "
             "one and pass your card's own figures"
         ) from None
+
+
+def node_counts(
+    usual: int,
+    *,
+    world_size: int | None = None,
+    num_nodes: int | None = None,
+    ranks_per_node: int | None = None,
+) -> tuple[int, int]:
+    """Return the number of nodes and of ranks per node.
+
+    Args:
+        usual: Ranks per node by default.
+        world_size: As for `planner.topology.topology_for`.
+        num_nodes: As for `planner.topology.topology_for`.
+        ranks_per_node: As for `planner.topology.topology_for`.
+
+    Raises:
+        ConfigError: A number is not above 0, or they contradict each other.
+    """
+    counts: dict[str, Any] = {
+        "world_size": world_size,
+        "num_nodes": num_nodes,
+        "ranks_per_node": ranks_per_node,
+    }
+    check_positive(counts)
+    for name, value in counts.items():
+        if value is not None and not is_number(value, whole=True):
+            raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    if world_size is None:
+        return num_nodes or 1, ranks_per_node or usual
+    if num_nodes is None:
+        per_node = ranks_per_node or min(world_size, usual)
+        if world_size % per_node:
+            below = world_size // per_node * per_node
+            fitting = [str(n) for n in (below, below + per_node) if n]
+            raise ConfigError(
+                f"{world_size} ranks do not fill whole nodes of {per_node}; take "
+                f"{' or '.join(fitting)} ranks, or change the ranks per node"
+            )
+        return world_size // per_node, per_node
+    if world_size != num_nodes * (ranks_per_node or world_size // num_nodes):
+        given = ", ".join(f"{n}={v}" for n, v in counts.items() if v is not None)
+        raise ConfigError(
+            f"{given} contradict each other: world_size must be num_nodes times "
+            "ranks_per_node; leave one of them out"
+        )
+    return num_nodes, world_size // num_nodes
+
+
+def check_positive(values: Mapping[str, Any]) -> None:
+    """Check that figures are above 0; None is skipped.
+
+    Args:
+        values: Name of an argument -> its value.
+
+    Raises:
+        ConfigError: A value is not a finite number above 0.
+    """
+    for name, value in values.items():
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
+            raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")

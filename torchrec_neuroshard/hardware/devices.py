@@ -1,4 +1,4 @@
-"""Device types, the CPU or GPU of this machine, and a GPU's state."""
+"""The CPU or GPU of this machine, and a GPU's state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torchrec_neuroshard.errors import ConfigError
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Device type, as torch calls it -> backend of its collectives. All types except the
-CPU are accelerators with their own torch module, e.g. `torch.cuda`."""
+from torchrec_neuroshard.hardware.device_types import BACKENDS, is_accelerator
 
 _THROTTLING = {
     0x08: "hardware slowdown",
@@ -29,14 +26,6 @@ _THROTTLING = {
 """Bits of NVML's clock event reasons that make a measured time useless. The software
 power cap (0x04) is left out: it is normal for a GPU under load."""
 
-GPU = "cuda"
-"""Device type of the cards in `cards`, as torch calls it."""
-
-
-def is_accelerator(device_type: str) -> bool:
-    """Whether a device type is anything but the CPU."""
-    return device_type != "cpu"
-
 
 def accelerator(device_type: str) -> Any:
     """Return torch's module for an accelerator type, e.g. `torch.cuda`.
@@ -45,16 +34,6 @@ def accelerator(device_type: str) -> Any:
         RuntimeError: torch does not know the type.
     """
     return torch.get_device_module(device_type)
-
-
-def backend_of(device_type: str) -> str:
-    """Return the collective backend of a device type; gloo for unknown types."""
-    return BACKENDS.get(device_type, "gloo")
-
-
-def device_type_of(backend: str) -> str:
-    """Return the device type that a collective backend belongs to."""
-    return next(device for device, its in BACKENDS.items() if its == backend)
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,11 +22,8 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.hardware.devices import (
-    accelerator,
-    find_gpu_monitor,
-    is_accelerator,
-)
+from torchrec_neuroshard.hardware.device_types import is_accelerator
+from torchrec_neuroshard.hardware.devices import accelerator, find_gpu_monitor
 from torchrec_neuroshard.measure.kernels import (
     Arena,
     FusedTables,

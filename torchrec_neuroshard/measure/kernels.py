@@ -15,12 +15,8 @@ import numpy as np
 import torch
 
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
-from torchrec_neuroshard.hardware.devices import (
-    GPU,
-    accelerator,
-    cpu_name,
-    is_accelerator,
-)
+from torchrec_neuroshard.hardware.device_types import GPU, is_accelerator
+from torchrec_neuroshard.hardware.devices import accelerator, cpu_name
 from torchrec_neuroshard.measure.records import Fingerprint
 from torchrec_neuroshard.tables.access import AccessDistribution, coprime_step
 from torchrec_neuroshard.tables.table import MAX_CUDA_COLUMNS, TableConfig

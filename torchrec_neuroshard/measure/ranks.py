@@ -19,13 +19,8 @@ import torch.distributed as dist
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.exchange import first_decides, from_all
-from torchrec_neuroshard.hardware.devices import (
-    accelerator,
-    device_type_of,
-    is_accelerator,
-    own_device,
-    synchronize,
-)
+from torchrec_neuroshard.hardware.device_types import device_type_of, is_accelerator
+from torchrec_neuroshard.hardware.devices import accelerator, own_device, synchronize
 
 _BANDWIDTH_BYTES = 16 * 2**20
 _LAUNCH = "torchrun --nproc-per-node 4 -m torchrec_neuroshard collect comms"

@@ -15,16 +15,16 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
+from torchrec_neuroshard.errors import DeviceFailureError
 from torchrec_neuroshard.files import to_fields
+from torchrec_neuroshard.hardware.device_types import GPU
 from torchrec_neuroshard.hardware.devices import (
-    GPU,
     as_device,
     free_cached_memory,
     torch_threads,
@@ -44,7 +44,8 @@ from torchrec_neuroshard.measure.records import (
     repeatability_line,
     steady_records,
 )
-from torchrec_neuroshard.measure.sets import SampledSet, SamplingConfig, SetSampler
+from torchrec_neuroshard.measure.sets import SampledSet, SetSampler
+from torchrec_neuroshard.measure.settings import CollectConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_header
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.progress import phase
@@ -231,34 +232,6 @@ def measure_column_order(
 
 
 # A file of records
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CollectConfig:
-    """Settings of a run that measures kernels."""
-
-    out: Path
-    """File of records to write or to continue."""
-    num_sets: int = 5_000
-    """Records that the file should hold."""
-    seed: int = 0
-    device: str = "cpu"
-    tables: tuple[Path, ...] = ()
-    """JSON files of real tables to draw from, in addition to generated tables."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    time_budget_seconds: float | None = None
-    """Start no set after this time; None measures all sets."""
-    started: float | None = None
-    """Start of the time budget by `time.monotonic`; None starts with measuring."""
-    set_seconds: float | None = None
-    """Time for repeating a set, beyond its fewest passes (`PassCounts`); None takes the
-    device's. A shorter time gives more sets, each less precise."""
-    num_plans: int = 0
-    """Plans to measure in addition, all ranks of each; see `SetSampler.plan_sets`."""
-
-    def __post_init__(self) -> None:
-        if self.num_sets < 1:
-            raise ConfigError(f"num_sets must be at least 1, got {self.num_sets}")
 
 
 def collect_compute(

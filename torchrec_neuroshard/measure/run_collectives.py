@@ -15,20 +15,18 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError, RankFailureError
+from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
+from torchrec_neuroshard.hardware.device_types import backend_of, is_accelerator
 from torchrec_neuroshard.hardware.devices import (
     accelerator,
-    backend_of,
     default_device_type,
     free_host_bytes,
-    is_accelerator,
     synchronize,
     torch_threads,
 )
@@ -47,6 +45,7 @@ from torchrec_neuroshard.measure.records import (
     repeatability,
     repeatability_line,
 )
+from torchrec_neuroshard.measure.settings import CommsConfig
 from torchrec_neuroshard.measure.store import RecordStore, read_header
 from torchrec_neuroshard.progress import phase
 
@@ -66,42 +65,6 @@ _START_MARGIN_S = 1e-3
 """Delay between agreeing on a start and starting, so that all ranks are ready."""
 _MEMORY_SHARE = 0.25
 """Share of a node's free memory for the buffers of its ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommsConfig:
-    """Settings of a run that measures collectives."""
-
-    out: Path
-    """File of records to write or to continue."""
-    backend: str = "gloo"
-    """`gloo` (CPU) or `nccl` (CUDA)."""
-    num_samples: int = 600
-    """Records that the file should hold."""
-    seed: int = 0
-    timeout_seconds: float = 20.0
-    """The run ends if a rank does not respond for this long."""
-    time_budget_seconds: float = float("inf")
-    """Stop after this time; the same command continues later."""
-    min_samples: int = 0
-    """Samples to measure even if the time is over."""
-    sample_seconds: float = 0.15
-    """Stop repeating a sample after this time."""
-    kernel_rounds: int = 5
-    """Rounds that time kernels on one rank and on several ranks at once."""
-    group_sizes: tuple[int, ...] = ()
-    """Sizes of further groups, each of the first ranks. One run for all world sizes
-    gives them the same drift of the machine."""
-    bytes_per_rank: tuple[int, int] = (1024, 2**30)
-    """Smallest and largest mean number of bytes that a rank sends, including those to
-    itself. The free memory caps the largest."""
-
-    def __post_init__(self) -> None:
-        low, high = self.bytes_per_rank
-        if not 0 < low <= high:
-            raise ConfigError(
-                f"bytes_per_rank needs 0 < low <= high, got ({low}, {high})"
-            )
 
 
 class _CollectiveMeter:

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import torch
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.hardware.devices import device_bytes
 from torchrec_neuroshard.measure.draws import (
     RealTables,
     draw_batch_size,
@@ -127,13 +125,15 @@ class SamplingConfig:
             )
 
     @classmethod
-    def for_device(cls, device: torch.device) -> Self:
+    def for_memory(cls, memory_bytes: int | None) -> Self:
         """Return the default configuration for a device.
 
         A GPU has tens of times more memory and bandwidth than a CPU, and kernels for
         all optimizers.
+
+        Args:
+            memory_bytes: Total memory of a GPU; None: the device is a CPU.
         """
-        memory_bytes = device_bytes(device)
         if memory_bytes is None:
             return cls()
         # From the total memory, not the free one, so a continued run draws the same.

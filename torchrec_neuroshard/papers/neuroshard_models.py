@@ -32,7 +32,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.bundles.find import PRETRAINED
+from torchrec_neuroshard.bundles.descriptions import Description
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import BundleFormat
 from torchrec_neuroshard.errors import BundleMismatchError
 from torchrec_neuroshard.measure.records import Fingerprint
@@ -213,14 +214,16 @@ def _check(path: Path, data: Mapping[str, Any]) -> None:
 
 
 FORMAT = BundleFormat(
-    info_type=NetsInfo,
+    description=Description(
+        info_type=NetsInfo,
+        check=_check,
+        info_name="neuroshard.json",
+        missing="{folder} has no nets of NeuroShard: {file} is missing. Train them "
+        "with benchmarks/papers/train.py",
+    ),
     make_network=lambda info: AllNets(
         ComputeNet(), {w: CommsNets.fresh(w) for w in info.world_sizes}
     ),
-    check=_check,
-    info_name="neuroshard.json",
-    missing="{folder} has no nets of NeuroShard: {file} is missing. Train them with "
-    "benchmarks/papers/train.py",
 )
 
 
@@ -237,7 +240,9 @@ def load_models(folder: str | Path) -> NeuroShardModels:
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
     """Return the nets shipped for a device; None if there are none."""
-    for folder in filter(FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
-        if FORMAT.read_info(folder).fingerprint.device == hardware:
+    for folder in filter(
+        FORMAT.description.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))
+    ):
+        if FORMAT.description.read_info(folder).fingerprint.device == hardware:
             return load_models(folder)
     return None

@@ -29,7 +29,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.bundles.find import PRETRAINED
+from torchrec_neuroshard.bundles.descriptions import Description
+from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import BundleFormat
 from torchrec_neuroshard.costs.simulator import Simulator
 from torchrec_neuroshard.costs.task import ShardingTask, format_bytes
@@ -257,13 +258,11 @@ def policy_format(
                 "not compute; train it again"
             )
 
-    return BundleFormat(
-        info_type=PolicyInfo,
-        make_network=lambda _: make_net(),
-        check=check,
-        info_name="policy.json",
-        missing=f"{{folder}} is not a policy of {method}: it has no {{file}}; {TRAIN}",
+    missing = f"{{folder}} is not a policy of {method}: it has no {{file}}; {TRAIN}"
+    description = Description(
+        info_type=PolicyInfo, check=check, info_name="policy.json", missing=missing
     )
+    return BundleFormat(description=description, make_network=lambda _: make_net())
 
 
 def load_policy(

@@ -7,7 +7,7 @@ description of tables and devices (`ways`, `reader`, `constraints`, `topology`),
 TorchRec's private attributes and releases (`compat`).
 """
 
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.estimators import NeuroShardEstimator
 from torchrec_neuroshard.planner.partitioner import NeuroShardPartitioner

@@ -37,13 +37,9 @@ from torchrec_neuroshard.errors import (
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.option_facts import TABLE_MODULES, table_configs
-from torchrec_neuroshard.planner.table_keys import (
-    constraint_on,
-    paths_of,
-    table_keys,
-    unknown_table,
-)
+from torchrec_neuroshard.planner.table_keys import constraint_on, paths_of
 from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.table_keys import table_keys, unknown_table
 
 KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "sharding_types": [t.value for t in ShardingType],

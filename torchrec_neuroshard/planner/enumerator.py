@@ -19,9 +19,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.costs.schedules import PREFETCHING
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.planner.checks import (
     check_batch_size,
@@ -36,7 +37,6 @@ from torchrec_neuroshard.planner.compat import (
     pipeline_name,
     sharders_by_type,
 )
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.estimators import NeuroShardEstimator, StorageEstimator
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import (
@@ -51,14 +51,11 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import SpreadOption, without_estimates
 from torchrec_neuroshard.planner.stored_options import unplaced, with_chosen
-from torchrec_neuroshard.planner.table_keys import (
-    ModuleConstraints,
-    constraint_on,
-    table_keys,
-)
+from torchrec_neuroshard.planner.table_keys import ModuleConstraints, constraint_on
 from torchrec_neuroshard.planner.ways import Ways, useful_options
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.sharding_types import SHARDING_TYPES, SPLITTING_TYPES
+from torchrec_neuroshard.tables.table_keys import table_keys
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.bundles.find import load_comms_model
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.models.adjusted import RelievedCommsModel
 from torchrec_neuroshard.models.base import CommsModel, CostModel
 from torchrec_neuroshard.models.collectives import BandwidthCommsModel

@@ -37,7 +37,8 @@ from torchrec_neuroshard.exchange import (
     first_decides,
     group_timeout_seconds,
 )
-from torchrec_neuroshard.hardware.devices import current_device_name, is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
+from torchrec_neuroshard.hardware.devices import current_device_name
 from torchrec_neuroshard.measure.ranks import served_store
 from torchrec_neuroshard.measure.records import utc_now
 from torchrec_neuroshard.models.adjusted import ConcurrentCostModel

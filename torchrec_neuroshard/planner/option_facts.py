@@ -22,7 +22,7 @@ from torchrec.modules.embedding_modules import (
 )
 
 from torchrec_neuroshard.costs.task import WireCodec
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     is_sharder,
     optimizer_classes,

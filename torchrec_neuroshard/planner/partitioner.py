@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.costs.placement_rules import PlacementRules
 from torchrec_neuroshard.costs.task import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
@@ -29,7 +30,7 @@ from torchrec_neuroshard.papers.choosing import ChoosingSearcher
 from torchrec_neuroshard.planner.caches import size_caches
 from torchrec_neuroshard.planner.cautions import optimizer_notes
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.constraints import PlacementConstraints, ranks_by_table
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
     PlanOptions,

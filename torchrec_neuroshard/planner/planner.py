@@ -37,6 +37,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.costs.schedules import DenseMs
 from torchrec_neuroshard.errors import ConfigError, check_kind, check_number, suggestion
 from torchrec_neuroshard.exchange import first_decides, from_all
@@ -52,7 +53,7 @@ from torchrec_neuroshard.planner.compat import (
     replaced_parts,
     report_full,
 )
-from torchrec_neuroshard.planner.constraints import PlacementConstraints, ranks_by_table
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.describes_plans import DescribesPlans, LastPlan
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer, help_measure

@@ -17,12 +17,9 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.constraints import (
-    PlacementConstraints,
-    permits,
-    too_few_ranks,
-)
+from torchrec_neuroshard.planner.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.enumerator import NeuroShardEnumerator
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.option_facts import device_tier, is_pooled, table_name

@@ -34,7 +34,7 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torchrec_neuroshard.errors import check_kind
-from torchrec_neuroshard.hardware.devices import is_accelerator
+from torchrec_neuroshard.hardware.device_types import is_accelerator
 from torchrec_neuroshard.planner.compat import (
     cuts_wide_bags,
     id_map_bytes,

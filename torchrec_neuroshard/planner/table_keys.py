@@ -1,19 +1,17 @@
-"""Keys of constraints: a table's name, or its module's path and name.
+"""The constraints on a table, found by the keys of `tables.table_keys`.
 
-TorchRec's parts look up constraints by a table's name. Here a key may include the
-module, as "path.to.module/table" or "path.to.module.table". Such a key stands for that
-module's table only, and wins over the bare name.
+TorchRec's parts look up constraints by a table's name alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 
-from torchrec_neuroshard.errors import suggestion
+from torchrec_neuroshard.tables.table_keys import separator, table_keys
 
 
 def paths_of(
@@ -40,40 +38,12 @@ def paths_of(
     return found
 
 
-def table_keys(path: str, name: str) -> tuple[str, ...]:
-    """Return the keys that stand for a table, the most specific first.
-
-    Args:
-        path: The module's path as in `named_modules()`; "" is the model itself.
-        name: The table's name.
-    """
-    return (f"{path}/{name}", f"{path}.{name}", name) if path else (name,)
-
-
 def constraint_on(
     constraints: Mapping[str, ParameterConstraints], path: str, name: str
 ) -> ParameterConstraints | None:
     """Return the constraints on a table of a module; None: there are none."""
     found = (constraints[k] for k in table_keys(path, name) if k in constraints)
     return next(found, None)
-
-
-def unknown_table(verb: str, key: str, known: Collection[str]) -> str:
-    """Return an error text for a key without a table, with similar names.
-
-    Args:
-        verb: "name" or "names".
-        key: The unknown key.
-        known: The keys of the model's tables.
-    """
-    alike = [other for other in known if _separator(other) == _separator(key)]
-    near = suggestion(key, alike or known, "tables")
-    return f"{verb} table '{key:.60}', which the model does not have; {near}"
-
-
-def _separator(key: str) -> str:
-    """Return the separator of path and name in a key; "" for a bare name."""
-    return next((mark for mark in "/." if mark in key), "")
 
 
 class ModuleConstraints(dict[str, ParameterConstraints]):
@@ -99,7 +69,7 @@ class ModuleConstraints(dict[str, ParameterConstraints]):
 
     def parts(self, options: list[ShardingOption]) -> Iterator[list[ShardingOption]]:
         """Yield options module by module, each time switched to that module."""
-        if not any(map(_separator, self.given)):
+        if not any(map(separator, self.given)):
             self.update(self.given)
             yield options
             return
@@ -126,8 +96,8 @@ def with_bare_names(
         return None
     found = dict(constraints)
     for key, constraint in constraints.items():
-        for separator in re.finditer(r"[./]", key):
-            name = key[separator.end() :]
+        for mark in re.finditer(r"[./]", key):
+            name = key[mark.end() :]
             if name not in constraints:
                 rivals = [found.get(name, constraint), constraint]
                 found[name] = max(rivals, key=_ids_per_sample)

@@ -22,16 +22,19 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import BasicCommsBandwidths, Topology
 
 from torchrec_neuroshard.bundles.find import find_named_card
-from torchrec_neuroshard.errors import ConfigError, is_number
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import TOO_LARGE
 from torchrec_neuroshard.hardware.cards import (
     GPU_CARDS,
     Figure,
     GpuCard,
     card_named,
+    check_positive,
     find_card,
+    node_counts,
 )
-from torchrec_neuroshard.hardware.devices import GPU, accelerator, is_accelerator
+from torchrec_neuroshard.hardware.device_types import GPU, is_accelerator
+from torchrec_neuroshard.hardware.devices import accelerator
 from torchrec_neuroshard.models.base import CostModel
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
@@ -151,7 +154,7 @@ def topology_for(
         "intra_gb_per_s": intra_gb_per_s,
         "inter_gb_per_s": inter_gb_per_s,
     }
-    _check_positive({**of_card, "host_memory_gb": host_memory_gb or None})
+    check_positive({**of_card, "host_memory_gb": host_memory_gb or None})
     for name, value in (("memory_gb", memory_gb), ("host_memory_gb", host_memory_gb)):
         if (value or 0) * GB >= TOO_LARGE:
             raise ConfigError(f"{name} is {value}: give it in GB, not in bytes")
@@ -181,60 +184,6 @@ def topology_for(
     for device in topology.devices if host_memory_gb == 0 else ():
         device.storage.ddr = 0  # torchrec 1.6 turns ddr_cap=0 into its default
     return topology
-
-
-def node_counts(
-    usual: int,
-    *,
-    world_size: int | None = None,
-    num_nodes: int | None = None,
-    ranks_per_node: int | None = None,
-) -> tuple[int, int]:
-    """Return the number of nodes and of ranks per node.
-
-    Args:
-        usual: Ranks per node by default.
-        world_size: As for `topology_for`.
-        num_nodes: As for `topology_for`.
-        ranks_per_node: As for `topology_for`.
-
-    Raises:
-        ConfigError: A number is not above 0, or they contradict each other.
-    """
-    counts: dict[str, Any] = {
-        "world_size": world_size,
-        "num_nodes": num_nodes,
-        "ranks_per_node": ranks_per_node,
-    }
-    _check_positive(counts)
-    for name, value in counts.items():
-        if value is not None and not is_number(value, whole=True):
-            raise ConfigError(f"{name} must be a whole number, got {value!r}")
-    if world_size is None:
-        return num_nodes or 1, ranks_per_node or usual
-    if num_nodes is None:
-        per_node = ranks_per_node or min(world_size, usual)
-        if world_size % per_node:
-            below = world_size // per_node * per_node
-            fitting = [str(n) for n in (below, below + per_node) if n]
-            raise ConfigError(
-                f"{world_size} ranks do not fill whole nodes of {per_node}; take "
-                f"{' or '.join(fitting)} ranks, or change the ranks per node"
-            )
-        return world_size // per_node, per_node
-    if world_size != num_nodes * (ranks_per_node or world_size // num_nodes):
-        given = ", ".join(f"{n}={v}" for n, v in counts.items() if v is not None)
-        raise ConfigError(
-            f"{given} contradict each other: world_size must be num_nodes times "
-            "ranks_per_node; leave one of them out"
-        )
-    return num_nodes, world_size // num_nodes
-
-
-def _check_positive(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is not None and not (is_number(value) and 0 < value < math.inf):
-            raise ConfigError(f"{name} must be above 0 and finite, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

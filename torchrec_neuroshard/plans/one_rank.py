@@ -29,7 +29,7 @@ from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
 from torchrec.distributed.planner.types import Topology
 from torchrec.modules.itep_modules import GenericITEPModule
 
-from torchrec_neuroshard.hardware.devices import GPU
+from torchrec_neuroshard.hardware.device_types import GPU
 from torchrec_neuroshard.planner.compat import POD_VARIABLES
 
 _DEVICE_IS_MISSING = (

@@ -47,7 +47,7 @@ from torchrec_neuroshard.errors import (
     check_kind,
     check_number,
 )
-from torchrec_neuroshard.hardware.devices import GPU
+from torchrec_neuroshard.hardware.device_types import GPU
 from torchrec_neuroshard.notes import Note
 from torchrec_neuroshard.planner.compat import (
     EnumeratorByModule,
