@@ -21,7 +21,7 @@ from torchrec.distributed.planner import Topology
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.hardware.devices import cpu_name
 from torchrec_neuroshard.planner.topology import CardTopology
-from torchrec_neuroshard.plans.plan_files import read_plan
+from torchrec_neuroshard.plans.stored_plan import read_plan
 from torchrec_neuroshard.tables.loaders import read_tables
 from torchrec_neuroshard.tables.mlperf import mlperf_dlrm_v2
 

@@ -62,7 +62,8 @@ from torchrec_neuroshard.measure.records import (
 from torchrec_neuroshard.measure.store import read_comms_records, read_records
 from torchrec_neuroshard.models.base import COLLECTIVES
 from torchrec_neuroshard.papers.neuroshard_models import load_models
-from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.plans.stored_plan import read_plan
 from torchrec_neuroshard.report.page import html_report
 from torchrec_neuroshard.tables.features import ShardFeaturizer
 from torchrec_neuroshard.tables.loaders import load_profiles, read_tables, save_profiles

@@ -34,8 +34,8 @@ from torchrec_neuroshard.bundles.folders import PRETRAINED
 from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import CheckpointError
 from torchrec_neuroshard.measure.store import RecordStore, read_records
-from torchrec_neuroshard.plans.plan_files import read_plan
 from torchrec_neuroshard.plans.reshard import reshard
+from torchrec_neuroshard.plans.stored_plan import read_plan
 
 PROGRESS = "told"
 """File beside the folder: a byte for each thing that the writer called safe."""

@@ -44,8 +44,9 @@ from torchrec_neuroshard.errors import (
     StalePlanWarning,
 )
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.plans.plan_files import load_plan, read_plan, save_plan
-from torchrec_neuroshard.plans.plan_json import plan_from_json, plan_to_json
+from torchrec_neuroshard.plans.plan_files import load_plan, save_plan
+from torchrec_neuroshard.plans.plan_json import stored_shardings, torchrec_plan
+from torchrec_neuroshard.plans.stored_plan import read_plan
 from torchrec_neuroshard.report import PlanComparison
 
 SIZES = [(100, 32), (50, 16), (30, 8)]
@@ -147,7 +148,8 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     # Numbers of NumPy become Python's.
     tables["t0"].ranks = [np.int64(rank) for rank in tables["t0"].ranks]
     tables["t0"].cache_params.load_factor = np.float32(0.25)
-    assert typed(plan_from_json(plan_to_json(plan)).plan) == typed(loaded.plan)
+    read = dataclasses.replace(read_plan(path), shardings=stored_shardings(plan))
+    assert typed(torchrec_plan(read).plan) == typed(loaded.plan)
     # What cannot be stored leaves no file.
     path.unlink()
     for value in (object(), Seven.SEVEN, math.inf):
@@ -444,7 +446,7 @@ def test_damaged_contents_are_refused(
     path = stored[0]
     edit_json(path, change)
     with pytest.raises(PlanFileError, match=message) as caught:
-        read_plan(path)
+        torchrec_plan(read_plan(path))
     assert str(path) in str(caught.value)
     path.write_text(path.read_text()[:-40])
     with pytest.raises(PlanFileError, match="or is damaged: it holds no JSON"):
@@ -462,6 +464,6 @@ def test_a_module_under_two_names_is_stored_once(tmp_path: Path) -> None:
     plan = planner.plan(model, bag_sharders())
     save_plan(plan, path, model=model, planner=planner)
     stored = read_plan(path)
-    assert set(stored.plan.plan) == {"one"} and set(plan.plan) == {"one", "two.0"}
+    assert set(stored.shardings) == {"one"} and set(plan.plan) == {"one", "two.0"}
     assert stored.report().critical_path_ms == cost_of(planner)
     assert load_plan(path, model=model, planner=make_planner(2, "cuda")) == plan

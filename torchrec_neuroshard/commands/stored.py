@@ -23,9 +23,10 @@ from torchrec_neuroshard.commands.options import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.groups import with_sharding_group
-from torchrec_neuroshard.plans.plan_files import PlanFingerprint, read_plan
+from torchrec_neuroshard.plans.plan_json import torchrec_plan
 from torchrec_neuroshard.plans.rehearse import rehearse
 from torchrec_neuroshard.plans.reshard import reshard
+from torchrec_neuroshard.plans.stored_plan import PlanFingerprint, read_plan
 from torchrec_neuroshard.progress import phase
 
 _GB = 10**9
@@ -107,7 +108,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
     with planning(args.model), phase("rehearsing every rank"):
         report = rehearse(
             given.module,
-            stored.plan,
+            torchrec_plan(stored),
             _devices(made_for, args.memory_gb),
             given.sharders,
             batch_size=batch_size,

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.models.base import CommsModel
 
 Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingGroup:
+    """The job around a sharding group, which the group's topology does not show."""
+
+    num_ranks: int
+    """Ranks of all groups together."""
+    ranks_per_node: int
+    """Ranks per node, of all groups together."""
+    num_replicas: int
+    """Number of sharding groups, which is also the ranks of a replica group."""
+    replicas_per_node: int
+    """Ranks of one replica group in the same node."""
+    sync_interval: int
+    """Iterations between two averages of the weights."""
+
+    def __str__(self) -> str:
+        """Return the group as part of a sentence."""
+        return (
+            f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
+            f"{self.ranks_per_node} per node, whose weights are averaged every "
+            f"{self.sync_interval} iterations ({self.replicas_per_node} replicas per "
+            "node)"
+        )
 
 
 class RankGroups(CommsModel):

@@ -49,7 +49,7 @@ from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.report import PlanComparison, PlanReport
-from torchrec_neuroshard.report.plan_tables import table_moves
+from torchrec_neuroshard.report.plan_tables import plan_shardings, table_moves
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -308,7 +308,12 @@ class DescribesPlans(LoadsPlans):
             first=theirs,
             second_name="this plan",
             second=ours,
-            moves=table_moves(plan, own, tables, (world_size, world_size)),
+            moves=table_moves(
+                plan_shardings(plan),
+                plan_shardings(own),
+                tables,
+                (world_size, world_size),
+            ),
         )
 
     def placed_options(

@@ -35,6 +35,7 @@ from torchrec_neuroshard.report.plan_tables import (
     check_shards,
     full_name,
     plan_entries,
+    plan_shardings,
 )
 
 _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
@@ -70,7 +71,7 @@ def placed_options(
     for option in every:
         listed.setdefault((option.path, option.name), []).append(option)
     options = []
-    for path, name, sharding in plan_entries(plan):
+    for path, name, sharding in plan_entries(plan.plan):
         if (path, name) not in listed:
             found = " or ".join(sorted(f"'{p}'" for p, n in listed if n == name))
             raise PlanFileError(
@@ -200,10 +201,10 @@ def check_plan(
     Raises:
         PlanFileError: A table, a shard, a rank or a kernel is missing.
     """
-    for path, name, sharding in plan_entries(plan):
+    for path, name, sharding in plan_entries(plan.plan):
         if sharding.compute_kernel not in KNOWN_VALUES["compute_kernels"]:
             raise PlanFileError(
                 f"table '{full_name(path, name)}': this TorchRec release has no kernel "
                 f"'{sharding.compute_kernel}'; use the release that made the plan"
             )
-    check_shards(plan, tables, world_size)
+    check_shards(plan_shardings(plan), tables, world_size)

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from torchrec.distributed.planner.types import Storage, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
+from torchrec_neuroshard.models.rank_groups import ShardingGroup
 from torchrec_neuroshard.planner.compat import (
     POD_VARIABLES,
     group_size_of_job,
@@ -34,31 +34,6 @@ _MOST_TIMES, _SECONDS = 64, 2.0
 """`enough_ranks` tries up to this multiple of the ranks, for this many seconds."""
 
 Ranks = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardingGroup:
-    """The job around a sharding group, which the group's topology does not show."""
-
-    num_ranks: int
-    """Ranks of all groups together."""
-    ranks_per_node: int
-    """Ranks per node, of all groups together."""
-    num_replicas: int
-    """Number of sharding groups, which is also the ranks of a replica group."""
-    replicas_per_node: int
-    """Ranks of one replica group in the same node."""
-    sync_interval: int
-    """Iterations between two averages of the weights."""
-
-    def __str__(self) -> str:
-        """Return the group as part of a sentence."""
-        return (
-            f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
-            f"{self.ranks_per_node} per node, whose weights are averaged every "
-            f"{self.sync_interval} iterations ({self.replicas_per_node} replicas per "
-            "node)"
-        )
 
 
 def group_topology(

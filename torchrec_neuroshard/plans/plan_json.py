@@ -1,4 +1,4 @@
-"""Sharding plans as JSON, with all table settings in TorchRec's plans.
+"""TorchRec's plans for plan files and from them, with all settings of their tables.
 
 A setting of a TorchRec type is stored with the type's name. Only the types listed here
 are read back.
@@ -23,6 +23,9 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard.errors import PlanFileError
+from torchrec_neuroshard.planner.given_plans import check_plan
+from torchrec_neuroshard.plans.stored_plan import StoredPlan, refusing_damage
+from torchrec_neuroshard.report.plan_tables import Shardings, TableSharding, full_name
 
 _NOT_STORED = ("sharding_spec", "stats")
 """Fields of a table's sharding that are not stored as settings. Shards have their own
@@ -41,51 +44,71 @@ _SETTING_TYPES: Mapping[str, Any] = {
     )
 }
 """Types of settings in a table's sharding."""
+_ALWAYS = ("sharding_type", "compute_kernel", "ranks")
+"""Settings that every `TableSharding` has."""
 
 
-def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """Return a plan as JSON data: module path -> table -> its sharding.
+def stored_shardings(plan: ShardingPlan) -> Shardings:
+    """Return a plan as plan files store it.
 
     Raises:
         PlanFileError: A setting of a table cannot be stored.
     """
     return {
         path: {
-            name: _encode_sharding(f"{path}.{name}".lstrip("."), sharding)
+            name: dataclasses.replace(
+                TableSharding.of(sharding),
+                settings=_settings(full_name(path, name), sharding),
+            )
             for name, sharding in tables.items()
         }
         for path, tables in plan.plan.items()
     }
 
 
-def plan_from_json(data: Mapping[str, Any]) -> ShardingPlan:
-    """Return the plan from the data of `plan_to_json`.
+def torchrec_plan(stored: StoredPlan) -> ShardingPlan:
+    """Return TorchRec's plan from the contents of a plan file.
 
     Raises:
-        PlanFileError: The installed TorchRec does not know a setting.
-        AttributeError, KeyError, TypeError, ValueError: The data is damaged.
+        PlanFileError: The installed TorchRec does not know a setting or a kernel, or a
+            setting is damaged.
     """
-    return ShardingPlan(
-        {
-            path: EmbeddingModuleShardingPlan(
-                {name: _decode_sharding(entry) for name, entry in tables.items()}
-            )
-            for path, tables in data.items()
-        }
-    )
+    made = stored.fingerprint
+    with refusing_damage(stored.path):
+        plan = ShardingPlan(
+            {
+                path: EmbeddingModuleShardingPlan(
+                    {name: _sharding(entry) for name, entry in tables.items()}
+                )
+                for path, tables in stored.shardings.items()
+            }
+        )
+        check_plan(plan, made.tables, made.world_size)
+    return plan
 
 
-def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
-    spec = sharding.sharding_spec
-    shards = spec and [
-        {
-            "offset": [int(v) for v in meta.shard_offsets],
-            "size": [int(v) for v in meta.shard_sizes],
-            "placement": None if meta.placement is None else str(meta.placement),
-        }
-        for meta in spec.shards
+def _settings(where: str, sharding: ParameterSharding) -> dict[str, Any]:
+    """Return the settings of a table as JSON data, without those that all have."""
+    found = _fields(where, sharding)
+    return {name: value for name, value in found.items() if name not in _ALWAYS}
+
+
+def _sharding(entry: TableSharding) -> ParameterSharding:
+    metas = [
+        ShardMetadata(
+            shard_offsets=[box.top, box.left],
+            shard_sizes=[box.bottom - box.top, box.width],
+            placement=placement,
+        )
+        for box, placement in zip(entry.boxes or (), entry.placements, strict=True)
     ]
-    return _fields(where, sharding) | {"shards": shards}
+    return ParameterSharding(
+        sharding_type=entry.sharding_type,
+        compute_kernel=entry.compute_kernel,
+        ranks=None if entry.ranks is None else [*entry.ranks],
+        sharding_spec=None if entry.boxes is None else EnumerableShardingSpec(metas),
+        **_decode_fields(ParameterSharding, entry.settings),
+    )
 
 
 def _encode(where: str, value: Any) -> Any:
@@ -130,23 +153,6 @@ def _field_names(value: Any) -> Sequence[str]:
     return found or [field.name for field in dataclasses.fields(value)]
 
 
-def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
-    values = dict(data)
-    shards = values.pop("shards")
-    metas = [
-        ShardMetadata(
-            shard_offsets=[int(v) for v in shard["offset"]],
-            shard_sizes=[int(v) for v in shard["size"]],
-            placement=shard["placement"],
-        )
-        for shard in shards or ()
-    ]
-    return ParameterSharding(
-        **_decode_fields(ParameterSharding, values),
-        sharding_spec=None if shards is None else EnumerableShardingSpec(metas),
-    )
-
-
 def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode(v) for v in value]
@@ -165,7 +171,11 @@ def _decode(value: Any) -> Any:
 
 
 def _decode_fields(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass or named tuple from the data of `_fields`."""
+    """Return the fields of a dataclass or named tuple from the data of `_fields`.
+
+    Raises:
+        PlanFileError: The installed TorchRec does not know a field.
+    """
     for name in sorted(values.keys() - {*_field_names(kind)}):
         # A setting of None has no effect, so this TorchRec may lack it.
         if values[name] is not None:

@@ -236,7 +236,7 @@ def _other_devices(plan: ShardingPlan, topology: Topology) -> Iterator[str]:
     """Yield the tables of a plan that is for other ranks or devices."""
     kind, world = str(topology.compute_device), int(topology.world_size)
     node = int(topology.local_world_size)
-    for path, name, sharding in plan_entries(plan):
+    for path, name, sharding in plan_entries(plan.plan):
         table = f"table '{full_name(path, name)}'"
         ranks, spec = sharding.ranks or (), sharding.sharding_spec
         if ranks and len(ranks) != world and sharding.sharding_type in WORLD_TYPES:
@@ -268,7 +268,7 @@ def _build(
         The number of ranks built, each rank's errors, and notes.
     """
     faults: list[list[str]] = [[] for _ in topology.devices]
-    kernels = {sharding.compute_kernel for *_, sharding in plan_entries(plan)}
+    kernels = {sharding.compute_kernel for *_, sharding in plan_entries(plan.plan)}
     if others := sorted(kernels - _BUILDABLE):
         return 0, faults, [f"not built: kernels {', '.join(others)} need their devices"]
     num_built, notes = 0, []
@@ -301,7 +301,7 @@ def _build(
 def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
     """Return groups of ranks with shards of the same tables and sizes."""
     held: list[list[Any]] = [[] for _ in topology.devices]
-    for path, name, sharding in plan_entries(plan):
+    for path, name, sharding in plan_entries(plan.plan):
         if spec := sharding.sharding_spec:
             for shard, rank in zip(spec.shards, sharding.ranks, strict=True):
                 held[rank].append((path, name, *shard.shard_sizes))
@@ -314,7 +314,7 @@ def _alike(plan: ShardingPlan, topology: Topology) -> list[list[int]]:
 def _on_meta(plan: ShardingPlan) -> ShardingPlan:
     """Return the plan with shards on "meta", since TorchRec compares devices."""
     found = copied(plan)
-    for path, name, sharding in plan_entries(plan):
+    for path, name, sharding in plan_entries(plan.plan):
         spec = sharding.sharding_spec
         if spec is not None:
             spec = EnumerableShardingSpec(

@@ -22,7 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_neuroshard.costs.placement_rules import listed
 from torchrec_neuroshard.errors import check_kind
 from torchrec_neuroshard.plans.checkpoint import Checkpoint, CheckpointWriter
-from torchrec_neuroshard.plans.plan_files import read_plan
+from torchrec_neuroshard.plans.plan_json import torchrec_plan
 from torchrec_neuroshard.plans.recut import Counter, Recut
 from torchrec_neuroshard.plans.saved_tables import (
     SavedTable,
@@ -30,6 +30,7 @@ from torchrec_neuroshard.plans.saved_tables import (
     StateConverter,
     find_tables,
 )
+from torchrec_neuroshard.plans.stored_plan import read_plan
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report.plan_tables import num_moved
 from torchrec_neuroshard.report.resharding import (
@@ -79,7 +80,7 @@ def reshard(
     """
     if not isinstance(to, ShardingPlan):
         check_kind("to", to, str, Path, ShardingPlan)
-        to = read_plan(to).plan
+        to = torchrec_plan(read_plan(to))
     source = Checkpoint(Path(checkpoint))
     tables = find_tables(source, to)
     converter = StateConverter(source, tables, step)

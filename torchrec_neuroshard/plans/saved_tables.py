@@ -21,9 +21,11 @@ from torchrec_neuroshard.plans.recut import Counter, Layout, Recut
 from torchrec_neuroshard.report.plan_tables import (
     Box,
     PlanTable,
+    TableSharding,
     check_shards,
     full_name,
     plan_entries,
+    plan_shardings,
     shard_boxes,
 )
 
@@ -100,7 +102,7 @@ def find_tables(source: Checkpoint, plan: ShardingPlan) -> list[SavedTable]:
     """
     found = {
         (path, name): SavedTable(path, name, sharding)
-        for path, name, sharding in plan_entries(plan)
+        for path, name, sharding in plan_entries(plan.plan)
     }
     deepest_first = sorted(plan.plan, key=len, reverse=True)
     for entry in source.tensors:
@@ -124,14 +126,14 @@ def find_tables(source: Checkpoint, plan: ShardingPlan) -> list[SavedTable]:
     sizes = [_size(source, table) for table in tables]
     try:
         ranks = [rank for table in tables for rank in table.sharding.ranks or ()]
-        check_shards(plan, sizes, 1 + max(ranks, default=0))
+        check_shards(plan_shardings(plan), sizes, 1 + max(ranks, default=0))
     except PlanFileError as error:
         raise CheckpointError(
             f"this plan is not of the model in '{source.folder}': {error}"
         ) from error
     ids = {match[1] for entry in source.entries if (match := _IDS.search(entry))}
     for table, size in zip(tables, sizes, strict=True):
-        table.planned = shard_boxes(size, table.sharding, 1)
+        table.planned = shard_boxes(size, TableSharding.of(table.sharding), 1)
         old, new = (
             {(rank, b.top) for rank, b in s} for s in (table.held, table.planned)
         )
