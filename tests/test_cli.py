@@ -34,7 +34,7 @@ def use_command(
 
 def test_bundles_are_trained_and_listed_without_fbgemm() -> None:
     code = (
-        "import sys, torchrec_neuroshard.commands.bundles\n"
+        "import sys, torchrec_neuroshard.commands.bundles_run\n"
         "print('fbgemm_gpu' in sys.modules)\n"
     )
     done = subprocess.run(

@@ -1,8 +1,11 @@
 """The `neuroshard` command: picks a subcommand and loads only that one.
 
 A subcommand `x` is a line in `COMMANDS` and two functions in the module named there:
-`add_x(parser)` and `run_x(args) -> int`. No other module is imported, so
-`neuroshard doctor` runs even where torch or torchrec is broken or missing.
+`add_x(parser)` declares its options, and `run_x(args) -> int` runs it. Such a module
+imports neither torch nor torchrec. `run_x` first reads and checks all files that the
+options name (`commands.files`, `commands.options.check_files`), so that a mistake is
+told at once. Only then, `with loading():`, does it import the `*_run` module beside it,
+which does the work. `show`, `diff`, `profile`, `cache` and `doctor` need no torch.
 
 Exit codes: 0 done; 1 no plan fits, or a rank cannot run the plan; 2 bad input; 3 torch,
 fbgemm and torchrec are missing or do not match; 70 a bug in this package; 130
@@ -209,9 +212,8 @@ def _run(arguments: list[str]) -> int:
     for name, where, text in COMMANDS:
         subparser = subparsers.add_parser(name, help=text, description=_sentence(text))
         if name == chosen:
-            with progress.phase("loading torch and torchrec"):
-                module = importlib.import_module(where, __package__)
-                getattr(module, f"add_{name}")(subparser)
+            module = importlib.import_module(where, __package__)
+            getattr(module, f"add_{name}")(subparser)
     if chosen is not None and module is None:
         near = suggestion(chosen, [command.name for command in COMMANDS], "commands")
         parser.error(f"unknown command '{chosen}'; {near}")

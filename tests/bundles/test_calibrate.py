@@ -30,7 +30,7 @@ from torchrec_neuroshard.bundles.set_data import (
 )
 from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.commands.bundles import RECORDS_NAME
+from torchrec_neuroshard.commands.bundles_run import RECORDS_NAME
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.hardware.devices import cpu_name
 from torchrec_neuroshard.measure.records import CostRecord

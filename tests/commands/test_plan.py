@@ -26,11 +26,12 @@ from tests.builders import (
 )
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.commands import plan
+from torchrec_neuroshard.commands import plan_run
+from torchrec_neuroshard.commands.files import devices_named, read_constraints
 from torchrec_neuroshard.commands.inputs import (
-    devices_named,
-    read_constraints,
+    given_constraints,
     read_model,
+    topology_of,
 )
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
@@ -59,7 +60,7 @@ def planner_for(
     """What the command makes for a file of tables, and their model."""
     given = read_model(file)
     planner = NeuroShardPlanner(
-        topology=devices_named(card, ranks),
+        topology=topology_of(devices_named(card, ranks)),
         batch_size=batch_size,
         cost_model=card,
         constraints=dict(given.constraints),
@@ -79,10 +80,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
 
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_tables_are_planned_shown_and_compared(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], phases: list[str]
 ) -> None:
     files = ["--out", "a.json", "--html", "a.html", "--json", "a.report.json"]
     assert main(["plan", "t.csv", *QUICK, "--compare", "--rehearse", *files]) == 0
+    assert phases[:3] == [
+        "reading the files",
+        "loading torch and torchrec",
+        "reading the model",
+    ]
     printed = capsys.readouterr()
     # A busy machine shows its progress.
     assert re.fullmatch(r"(neuroshard: .*, \d+ s\n)*", printed.err)
@@ -158,8 +164,8 @@ def test_torchrecs_plan_is_asked_for_the_same_seconds(
         return stock_plan(*arguments, timeout_seconds=600, **named)
 
     clock = SimpleNamespace(monotonic=itertools.count(step=30).__next__)
-    monkeypatch.setattr(plan, "time", clock)
-    monkeypatch.setattr(plan, "stock_plan", late)
+    monkeypatch.setattr(plan_run, "time", clock)
+    monkeypatch.setattr(plan_run, "stock_plan", late)
     command = ["plan", "t.csv", "--ranks", "2", "--card", "cpu", "--compare"]
     command += ["--search", "neuroshard"]
     # Without --seconds, those of the default search.
@@ -235,7 +241,7 @@ def test_constraints_of_all_tables_and_of_one() -> None:
         '{"*": {"min_partition": 16, "sharding_types": ["column_wise"]}, '
         '"item": {"sharding_types": ["row_wise"], "cache_load_factor": 0.5}}'
     )
-    found = read_constraints("c.json", read_model("t.csv"))
+    found = given_constraints(read_constraints("c.json"), read_model("t.csv"))
     assert {c.min_partition for c in found.values()} == {16}
     assert found["user"].sharding_types == ["column_wise"]
     assert found["user"].pooling_factors == [20.0]
@@ -441,7 +447,7 @@ def test_the_page_names_the_options_and_fields(
     text = page.read_text(encoding="utf-8")
     [constraints] = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
     Path("c.json").write_text(constraints)
-    read = read_constraints("c.json", read_model("t.csv"))
+    read = given_constraints(read_constraints("c.json"), read_model("t.csv"))
     assert read["user"].sharding_types == ["row_wise"]
     commands = "".join(re.findall(r"```\n(neuroshard.*?)```", text, flags=re.DOTALL))
     for name in re.findall(r"^neuroshard (\w+)", commands, flags=re.MULTILINE):
@@ -511,7 +517,7 @@ def test_our_report_is_shown_and_saved_before_torchrec_plans(
         assert Path("a.json").exists()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan, "stock_plan", interrupted)
+    monkeypatch.setattr(plan_run, "stock_plan", interrupted)
     assert main(["plan", "t.csv", *QUICK, "--compare", "--out", "a.json"]) == 130
     assert "iteration " in capsys.readouterr().out
 

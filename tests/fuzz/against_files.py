@@ -48,10 +48,10 @@ from tests.builders import (
 from tests.fuzz.campaign import Case, Outcome
 from torchrec_neuroshard.bundles.find import load_cost_model
 from torchrec_neuroshard.bundles.folders import PRETRAINED
+from torchrec_neuroshard.commands.files import read_constraints, read_placement
 from torchrec_neuroshard.commands.inputs import (
     build_model,
-    read_constraints,
-    read_placement,
+    given_constraints,
 )
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.measure.records import (
@@ -230,7 +230,7 @@ def _constraints(folder: Path) -> None:
 def _use_constraints(folder: Path) -> None:
     model = build_model(make_tables([32, 16, 8], [100, 50, 30]))
     names = [f"m.{name}" for name in ("t0", "t1", "t2")]
-    read_constraints(folder / "c.json", model)
+    given_constraints(read_constraints(folder / "c.json"), model)
     read_placement(folder / "w.json").rules(names, 4)
 
 

@@ -98,7 +98,8 @@ def test_command_measures_sampled_sets_and_continues(
     other = PhysicalCostModel(PhysicalConstants(), name="other", hardware="any")
     with monkeypatch.context() as upgrade:
         upgrade.setattr(
-            "torchrec_neuroshard.commands.measure.physical_estimate", lambda _: other
+            "torchrec_neuroshard.commands.measure_run.physical_estimate",
+            lambda _: other,
         )
         assert collect(9) == 2
     assert "first_sets" in capsys.readouterr().err

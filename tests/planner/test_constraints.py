@@ -30,7 +30,8 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard import PlacementConstraints, rehearse
-from torchrec_neuroshard.commands.inputs import GivenModel, read_constraints
+from torchrec_neuroshard.commands.files import read_constraints
+from torchrec_neuroshard.commands.inputs import GivenModel, given_constraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError, PlanMismatchError
 from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
@@ -416,7 +417,7 @@ def test_files_of_constraints_name_modules(tmp_path: Path) -> None:
         '{"*": {"min_partition": 16}, "t0": {"min_partition": 32}, '
         '"user.ebc/t0": {"sharding_types": ["column_wise"]}}'
     )
-    found = read_constraints(path, given)
+    found = given_constraints(read_constraints(path), given)
     read = {
         key: (found[key].min_partition, found[key].sharding_types)
         for key in (f"{s}.ebc/t{i}" for s in ("user", "item") for i in range(2))
@@ -430,4 +431,4 @@ def test_files_of_constraints_name_modules(tmp_path: Path) -> None:
     assert found["item.ebc/t0"].pooling_factors == [20.0]
     path.write_text('{"usr.ebc/t0": {}}')
     with pytest.raises(ConfigError, match=r"'usr.ebc/t0', which .* 'user.ebc/t0'"):
-        read_constraints(path, given)
+        given_constraints(read_constraints(path), given)

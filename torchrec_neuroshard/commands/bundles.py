@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
 
 from torchrec_neuroshard.bundles import cache
-from torchrec_neuroshard.bundles.choice import Choice, poor_fit
-from torchrec_neuroshard.bundles.fit import Candidate
 from torchrec_neuroshard.bundles.folders import source_folder
-from torchrec_neuroshard.bundles.format import Bundle
-from torchrec_neuroshard.bundles.make import (
-    make_bundle,
-    make_comms_bundle,
-)
 from torchrec_neuroshard.bundles.set_data import MIN_SETS
 from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.commands.options import (
     add_bundle,
     add_measuring,
+    loading,
     one_of,
     option,
     whole,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.files import check_folder
 from torchrec_neuroshard.measure.store import record_kind
 
-RECORDS_NAME = "calibration.jsonl"
-"""File of measured sets in the bundle's folder. The same command continues it."""
 _NUM_SETS, _FEWEST_SETS = 300, 5 * MIN_SETS
-_NUM_PLANS = 3
-"""Plans of 4 to 8 ranks that check a calibration."""
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -55,32 +43,20 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Train on records of kernels or of collectives, and write a bundle."""
+    """Train on records of kernels or of collectives, and write a bundle.
+
+    Raises:
+        NeuroShardError: A file of records, or the folder, cannot be used.
+    """
     check_folder(args.out)
-    files, out = args.records, args.out
-    if record_kind(files[0]) == "comms":
-        sizes = args.test_world_sizes or ()
-        comms = make_comms_bundle(files, out, out.name, test_world_sizes=sizes)
-        evaluations = comms.best.evaluations
-        lines = [e.line() for e in evaluations if e.collective == "all"]
-        _tell(comms, lines, "collectives", out)
-    else:
-        config = from_options(TrainConfig, args)
-        fitted = make_bundle(files, out, out.name, config, others=args.others)
-        _tell_kernels(fitted, out)
-    return 0
-
-
-def _tell_kernels(fitted: Choice[Candidate], out: Path) -> None:
-    lines = [c.evaluation.line() for c in fitted.candidates.values()]
-    _tell(fitted, lines, "kernels", out)
-
-
-def _tell(fitted: Choice[Any], lines: Iterable[str], what: str, out: Path) -> None:
-    """Print errors on the test data, and the choice."""
-    print(*lines, fitted.verdict(), f"wrote {out}", sep="\n")
-    if poor := poor_fit(fitted.error):
-        print(f"warning: these {what} are predicted {poor}")
+    kind, *_ = [record_kind(file) for file in args.records]
+    for file in (file for files in args.others for file in files):
+        record_kind(file)
+    with loading():
+        from torchrec_neuroshard.commands import bundles_run
+    if kind == "comms":
+        return bundles_run.train_collectives(args)
+    return bundles_run.train_kernels(args)
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -100,55 +76,23 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """Fit a bundle to this machine's kernels."""
+    """Fit a bundle to this machine's kernels.
+
+    Raises:
+        NeuroShardError: An option, or a file that it names, cannot be used.
+    """
     if args.num_sets < _FEWEST_SETS:
         raise ConfigError(
             f"--num-sets {args.num_sets} is too few: a fifth of the sets test the "
             f"model, and the test needs {MIN_SETS}; give {_FEWEST_SETS} or more"
         )
     check_folder(args.out)
-    start: Bundle | Literal["nearest"] = "nearest"
-    if args.source is not None:
-        start = Bundle.at(source_folder(args.source))
-    config = from_options(TrainConfig, args)
-    records = args.records
-    if not records:
-        # Imported here: with --records, no fbgemm is needed.
-        from torchrec_neuroshard.commands.measure import measure_kernels
-        from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS
-
-        records = [args.out / RECORDS_NAME]
-        measure_kernels(
-            args, records[0], num_plans=_NUM_PLANS, set_seconds=MOST_SET_SECONDS
-        )
-    fitted = make_bundle(records, args.out, args.out.name, config, start=start)
-    _tell_kernels(fitted, args.out)
-    _tell_gain(fitted, args.out)
-    if Bundle(args.out).comms is None:
-        print(
-            "The bundle has no collectives: plans will use published bandwidths or, on "
-            "a CPU, collectives of another CPU. 'neuroshard collect comms' and "
-            "'neuroshard train' add them"
-        )
-    return 0
-
-
-def _tell_gain(fitted: Choice[Candidate], out: Path) -> None:
-    """Print what calibrating gained over the bundle that it started from."""
-    info = Bundle(out).compute
-    assert info is not None
-    if (before := fitted.candidates.get("before")) is None:
-        print(
-            f"no shipped bundle is of type {info.fingerprint.device_type} to start from"
-        )
-        return
-    name, best = info.trained_on["started_from"], fitted.best
-    if best is before:
-        print(f"calibrating gained nothing over '{name}': the bundle holds that model")
-    for label, found in {f"'{name}' unchanged": before, "calibrated": best}.items():
-        errors = found.evaluation
-        on_plans = f"; in plans, {found.plans}" if found.plans else ""
-        print(f"{label}: {errors.total.mean:.1%} off on held-out sets{on_plans}")
+    start = None if args.source is None else source_folder(args.source)
+    for file in args.records or ():
+        record_kind(file)
+    with loading():
+        from torchrec_neuroshard.commands.bundles_run import calibrate
+    return calibrate(args, start)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

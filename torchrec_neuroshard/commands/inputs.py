@@ -1,4 +1,4 @@
-"""Read what a command line names: a model, its constraints, the devices."""
+"""Make TorchRec's objects of what `files` read: the model, constraints, devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import contextlib
 import dataclasses
 import importlib
 import logging
-import os
-import re
-import sys
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,15 +34,21 @@ from torchrec.modules.embedding_modules import (
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
+from torchrec_neuroshard.commands.files import (
+    ConstraintsFile,
+    ModelFunction,
+    NamedDevices,
+    PlannerFiles,
+    TableConstraints,
+    TableFile,
+    find_model,
+)
 from torchrec_neuroshard.errors import (
     ConfigError,
     InfeasibleError,
     TableError,
     suggestion,
 )
-from torchrec_neuroshard.files import read_fields
-from torchrec_neuroshard.hardware.cards import node_counts
 from torchrec_neuroshard.planner.checks import check_constraints, table_paths
 from torchrec_neuroshard.planner.compat import (
     accepted_arguments,
@@ -57,18 +59,10 @@ from torchrec_neuroshard.planner.table_keys import constraint_on
 from torchrec_neuroshard.planner.topology import topology_for
 from torchrec_neuroshard.plans.one_rank import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
-from torchrec_neuroshard.tables.loaders import (
-    load_profiles,
-    read_document,
-    read_tables,
-)
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
 from torchrec_neuroshard.tables.table_keys import table_keys, unknown_table
 
-_TABLE_FILE = re.compile(
-    r"(?P<path>-|.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
-)
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "rowwise_adagrad": RowWiseAdagrad,
@@ -89,25 +83,23 @@ class GivenModel:
 
 
 def read_model(name: str) -> GivenModel:
-    """Return the model that a command line names.
+    """Return the model that a command line names; see `find_model` and `made_model`."""
+    return made_model(find_model(name))
 
-    Args:
-        name: A file of tables, where a workload's name may follow after a colon; "-",
-            which reads such a file from standard input; or "package.module:function",
-            importable from the working directory.
+
+def made_model(found: TableFile | ModelFunction) -> GivenModel:
+    """Build a model that `find_model` found.
 
     Raises:
-        ConfigError: The function or file does not exist, or the function raises or
-            returns no model.
+        ConfigError: The function does not exist, raises or returns no model.
         TableError: The file's tables cannot be used.
     """
-    if found := _TABLE_FILE.fullmatch(name):
-        tables, not_described = read_tables(found["path"], found["workload"] or None)
+    if isinstance(found, TableFile):
         try:
-            return build_model(tables, not_described)
+            return build_model(*found.read)
         except TableError as error:
-            raise TableError(f"'{found['path']}': {error}") from error
-    made = _call(name)
+            raise TableError(f"'{found.path}': {error}") from error
+    name, made = found.name, _call(found)
     parts = [p for p in (made if isinstance(made, tuple) else [made]) if p is not None]
     by_kind: dict[type, Any] = {
         kind: part
@@ -139,53 +131,20 @@ def read_model(name: str) -> GivenModel:
     )
 
 
-def _call(name: str) -> Any:
-    """Call the named function, in a module or a .py file."""
-    module, _, function = name.partition(":")
-    folder, file = Path.cwd(), Path(module)
-    is_path = file.suffix == ".py" or len(file.parts) > 1
-    if is_path or (not function and os.path.exists(module)):
-        if file.suffix != ".py" or not file.is_file():
-            raise _no_model_file(name, file)
-        if file.is_absolute() or ".." in file.parts:
-            folder, file = file.resolve().parent, Path(file.name)
-        module = ".".join(file.with_suffix("").parts)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+def _call(found: ModelFunction) -> Any:
+    """Import the module and call its function."""
+    name, module, function = found.name, found.module, found.function
     try:  # the user's code may raise any error
         known = vars(importlib.import_module(module))
         if function in known:
             made = known[function]
             return made if isinstance(made, nn.Module) else made()
     except (Exception, SystemExit) as error:
-        if not function and getattr(error, "name", None) == module.partition(".")[0]:
-            raise _no_model_file(name, Path(name)) from error
-        said = " ".join(str(error).split())
-        meant = ""
-        if not function and Path(module.partition(".")[0] + ".py").exists():
-            meant = f" Did you mean '{':'.join(name.rsplit('.', 1))}'?"
-        raise ConfigError(
-            f"cannot load '{name}': {type(error).__name__}: {said:.300}. A model is a "
-            ".json, .yaml or .csv file, or package.module:function, whose function "
-            f"takes no arguments.{meant} Run the command where `import {module}` "
-            "works. NEUROSHARD_DEBUG=1 shows the traceback"
-        ) from error
+        raise found.error(error) from error
     functions = [n for n, value in known.items() if callable(value)]
     raise ConfigError(
         f"cannot load '{name}': '{module}' has no function '{function}'; "
         + suggestion(function, functions, "functions")
-    )
-
-
-def _no_model_file(name: str, file: Path) -> ConfigError:
-    """Return the error for a model's file that is missing or of another kind."""
-    reason = "there is no such file" if not file.exists() else "it is a folder"
-    if file.is_file():
-        reason = f"files that end in '{file.suffix}' hold no model"
-    return ConfigError(
-        f"cannot load '{name}': {reason}. A model is a .json, .yaml or .csv file of "
-        "tables, or package.module:function or file.py:function, whose function takes "
-        "no arguments"
     )
 
 
@@ -284,71 +243,30 @@ def _collection(
     return collection
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TableConstraints:
-    """A table's constraints in a file: fields of TorchRec's `ParameterConstraints`."""
-
-    sharding_types: Sequence[str] | None = None
-    compute_kernels: Sequence[str] | None = None
-    min_partition: int | None = None
-    pooling_factors: Sequence[float] | None = None
-    num_poolings: Sequence[float] | None = None
-    batch_sizes: Sequence[int] | None = None
-    enforce_hbm: bool | None = None
-    cache_load_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.cache_load_factor is not None and not 0 < self.cache_load_factor <= 1:
-            raise ValueError(
-                "cache_load_factor must be above 0 and at most 1, got "
-                f"{self.cache_load_factor}"
-            )
-
-    def fields(self) -> dict[str, Any]:
-        """Return the given fields, as arguments of `ParameterConstraints`."""
-        found = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name in self.__slots__
-            if (value := getattr(self, name)) is not None
-        }
-        if load := found.pop("cache_load_factor", None):
-            found["cache_params"] = CacheParams(load_factor=load)
-        return found
-
-
-def read_constraints(
-    path: str | Path, model: GivenModel
+def given_constraints(
+    file: ConstraintsFile, model: GivenModel
 ) -> dict[str, ParameterConstraints]:
-    """Read TorchRec's constraints on tables from a JSON or YAML file.
+    """Return a model's constraints with those of a file.
 
-    The file holds an object: table -> an object with fields of `ParameterConstraints`
-    (`cache_load_factor` sets `cache_params`). The table "*" is every table. A table's
-    own entry overrides "*", an entry with its module's path overrides both, and all
-    override the model's constraints.
+    The table "*" is every table. A table's own entry overrides "*", an entry with its
+    module's path overrides both, and all override the model's constraints.
 
     Raises:
-        ConfigError: The file cannot be read, names an unknown table or field, or a
-            value is of the wrong type.
+        ConfigError: The file names an unknown table, or has a value that TorchRec does
+            not know.
     """
-    data = read_document(path)
-    if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"'{path}' holds no constraints; it must be an object, table -> fields"
-        )
     paths = table_paths(model.module, model.sharders)
     tables = {(module_path, config.name) for module_path, config in paths}
     keys = {key for table in tables for key in table_keys(*table)}
     fields: dict[str, dict[str, Any]] = {}
-    for entry, given in data.items():
+    for entry, read in file.tables.items():
         if entry not in keys | {"*"}:
-            raise ConfigError(f"'{path}' {unknown_table('names', str(entry), keys)}")
-        what = f"constraints of table '{entry}' in '{path}'"
-        made = read_fields(_TableConstraints, given, ConfigError, what)
-        fields[entry] = made.fields()
+            raise ConfigError(f"'{file.path}' {unknown_table('names', entry, keys)}")
+        fields[entry] = _arguments(read)
         try:
             check_constraints({entry: ParameterConstraints(**fields[entry])})
         except ConfigError as error:
-            raise ConfigError(f"'{path}': {error}") from error
+            raise ConfigError(f"'{file.path}': {error}") from error
     found = dict(model.constraints)
     for module_path, name in sorted(tables):
         own = table_keys(module_path, name)
@@ -363,64 +281,51 @@ def read_constraints(
     return found
 
 
-def read_placement(path: str | Path) -> PlacementConstraints:
-    """Read the fields of `PlacementConstraints` from a JSON or YAML file.
+def _arguments(read: TableConstraints) -> dict[str, Any]:
+    """Return the given fields, as arguments of `ParameterConstraints`."""
+    found = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name in read.__slots__
+        if (value := getattr(read, name)) is not None
+    }
+    if load := found.pop("cache_load_factor", None):
+        found["cache_params"] = CacheParams(load_factor=load)
+    return found
+
+
+def topology_of(devices: NamedDevices) -> Topology:
+    """Return TorchRec's topology of the devices that a command line asks for.
 
     Raises:
-        ConfigError: The file cannot be read, or a field is unknown or has the wrong
-            type.
+        ConfigError: The memory is more than a GPU can have.
     """
-    what = f"placement constraints in '{path}'"
-    return read_fields(PlacementConstraints, read_document(path), ConfigError, what)
-
-
-def devices_named(
-    card: str,
-    ranks: int,
-    ranks_per_node: int | None = None,
-    memory_gb: float | None = None,
-) -> Topology:
-    """Return the devices that a command line asks for.
-
-    Args:
-        card: A key of `GPU_CARDS`, or "cpu".
-        ranks: Number of ranks.
-        ranks_per_node: None: a node of this card as sold; all ranks on CPUs.
-        memory_gb: Memory of a GPU [GB]. None: as sold.
-
-    Raises:
-        ConfigError: The card is unknown, or the ranks do not fill whole nodes.
-    """
-    if card != "cpu":
+    num_ranks, per_node = devices.num_ranks, devices.ranks_per_node
+    if devices.card != "cpu":
         return topology_for(
-            card,
-            world_size=ranks,
-            ranks_per_node=ranks_per_node,
-            memory_gb=memory_gb,
+            devices.card,
+            world_size=num_ranks,
+            ranks_per_node=per_node,
+            memory_gb=devices.memory_gb,
         )
-    if memory_gb is not None:
-        raise ConfigError(
-            "the memory of a CPU's rank is the host's; leave out --memory-gb"
-        )
-    _, per_node = node_counts(ranks, world_size=ranks, ranks_per_node=ranks_per_node)
     looked_up = accepted_arguments(Topology, created_by_factory=True)
-    return Topology(ranks, "cpu", local_world_size=per_node, **looked_up)
+    return Topology(num_ranks, "cpu", local_world_size=per_node, **looked_up)
 
 
-def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, Any]:
+def planner_arguments(
+    args: argparse.Namespace, files: PlannerFiles, given: GivenModel
+) -> dict[str, Any]:
     """Return the options of `add_planner` as arguments of `NeuroShardPlanner`.
 
     Raises:
-        NeuroShardError: A file cannot be used.
+        ConfigError: The file of constraints does not fit the model.
     """
-    constraints, profiles = given.constraints, dict(given.profiles)
-    if args.constraints is not None:
-        constraints = read_constraints(args.constraints, given)
-    if args.profiles is not None:
-        profiles |= load_profiles(args.profiles)
+    constraints = given.constraints
+    if files.constraints is not None:
+        constraints = given_constraints(files.constraints, given)
     return {
         "constraints": dict(constraints) or None,
-        "profiles": profiles,
+        "profiles": {**given.profiles, **files.profiles},
+        "placement_constraints": files.placement,
         "cost_model": args.cost_model,
         "pipeline_type": args.pipeline,
         "dense_ms": args.dense_ms,

@@ -6,6 +6,7 @@ An option has the same name, unit and default in every subcommand.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from torchrec_neuroshard.costs.schedules import SCHEDULES
 from torchrec_neuroshard.errors import suggestion
 from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.progress import phase
+from torchrec_neuroshard.report import write_html
 
 _MOST_RANKS = 65_536
 """More than any job has. A mistyped number must not fill this machine's memory."""
@@ -211,6 +213,11 @@ def add_time_budget(parser: Any, default: float | None = None) -> None:
     )
 
 
+def loading() -> contextlib.AbstractContextManager[object]:
+    """Show that a command imports torch and torchrec, which takes seconds."""
+    return phase("loading torch and torchrec")
+
+
 _OUTPUTS = ("out", "html", "json", "csv")
 
 
@@ -265,9 +272,6 @@ def write_outputs(
     files = {name: getattr(args, name, None) for name in _OUTPUTS}
     with phase("writing"):
         if files["html"]:
-            # Imported here: some subcommands run without torch.
-            from torchrec_neuroshard.report import write_html
-
             write_html(shown, files["html"], title, args.typed)
         if files["json"]:
             write_whole(files["json"], json_text(data or shown.to_json()))

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchrec_neuroshard.commands.options import option, tell_written, whole
+from torchrec_neuroshard.errors import ProfileError
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.tables.hot_rows import hot_id_text
-from torchrec_neuroshard.tables.id_files import profile_data
 from torchrec_neuroshard.tables.loaders import save_profiles
 from torchrec_neuroshard.tables.profile import FeatureProfile
 
@@ -68,6 +68,10 @@ def run_profile(args: argparse.Namespace) -> int:
         ProfileError: The data cannot be profiled.
     """
     check_outputs(args.out, read=(args.data,))
+    if not args.data.exists():
+        raise ProfileError(f"there is no data at {args.data}")
+    from torchrec_neuroshard.tables.id_files import profile_data
+
     profiles, skipped = profile_data(args.data, args.samples, args.features)
     with phase("writing"):
         save_profiles(profiles, args.out)
