@@ -65,6 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "bad.csv").write_text("name,num_embeddings\nuser,3\n")
     (found / "bad.json").write_text("[1, 2")
     (found / "odd.json").write_text('{"user": {"min_partitions": 3}}')
+    (found / "usr.json").write_text('{"usr": {"min_partition": 8}}')
+    (found / "pin.json").write_text('{"pin": {"user": [7]}}')
     (found / "empty").mkdir()
     model = make_ebc([(1000, 64), (500, 16)])
     for name, batch_size in (("a.json", 64), ("b.json", 128)):
@@ -97,6 +99,8 @@ MISTAKES = {
     "plan email.wrote:it": "ModuleNotFoundError: No module named 'email.wrote'",
     "plan t.csv --constraints no.json": "cannot read 'no.json'",
     "plan t.csv --constraints odd.json": "unknown field 'min_partitions'",
+    "plan t.csv --constraints usr.json": "names table 'usr', which the model does not",
+    "plan t.csv --placement pin.json --ranks 2": "pin['user'] has rank 7, but the 2",
     "plan t.csv --placement odd.json": "unknown field 'user'",
     "plan t.csv --profiles bad.json": "'bad.json' cannot be read as JSON",
     "plan t.csv --out no/plan.json": "cannot write 'no/plan.json': no folder",

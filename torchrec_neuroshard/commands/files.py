@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -21,6 +21,7 @@ from torchrec_neuroshard.errors import CheckpointError, ConfigError
 from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.hardware.cards import card_named, node_counts
 from torchrec_neuroshard.progress import phase
+from torchrec_neuroshard.report.plan_tables import full_name
 from torchrec_neuroshard.tables.loaders import (
     ReadTables,
     load_profiles,
@@ -28,6 +29,8 @@ from torchrec_neuroshard.tables.loaders import (
     read_tables,
 )
 from torchrec_neuroshard.tables.profile import FeatureProfile
+from torchrec_neuroshard.tables.table import TableConfig
+from torchrec_neuroshard.tables.table_keys import table_keys, unknown_table
 
 _TABLE_FILE = re.compile(
     r"(?P<path>-|.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
@@ -137,6 +140,23 @@ def _no_model_file(name: str, file: Path) -> ConfigError:
     )
 
 
+def by_module(tables: Sequence[TableConfig]) -> dict[str, list[TableConfig]]:
+    """Return the path of each collection that a file's tables are built as -> tables.
+
+    Tables with weighted lookups get a collection of their own. Those whose rows are not
+    pooled get an `EmbeddingCollection` for each width. A single collection is the whole
+    model, with the path "".
+    """
+    held: dict[str, list[TableConfig]] = {"plain": [], "weighted": []}
+    for table in tables:
+        kind = "weighted" if table.weighted else "plain"
+        if not table.pooled:
+            kind = f"sequences_{table.embedding_dim}"
+        held.setdefault(kind, []).append(table)
+    found = {kind: own for kind, own in held.items() if own}
+    return found if len(found) > 1 else {"": [*tables]}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableConstraints:
     """A table's constraints in a file: fields of TorchRec's `ParameterConstraints`."""
@@ -165,6 +185,20 @@ class ConstraintsFile:
     path: str
     tables: Mapping[str, TableConstraints]
     """Table, "*" for all of them, or module's path and table -> constraints."""
+
+    def check_names(self, keys: Collection[str]) -> None:
+        """Check that the model has all tables.
+
+        Args:
+            keys: `table_keys` of the model's tables.
+
+        Raises:
+            ConfigError: It lacks one.
+        """
+        for entry in self.tables:
+            if entry != "*" and entry not in keys:
+                said = unknown_table("names", entry, keys)
+                raise ConfigError(f"'{self.path}' {said}")
 
 
 def read_constraints(path: str | Path) -> ConstraintsFile:
@@ -225,8 +259,12 @@ class PlannerFiles:
     placement: PlacementConstraints | None
 
 
-def read_files(args: argparse.Namespace) -> PlannerFiles:
+def read_files(args: argparse.Namespace, num_ranks: int) -> PlannerFiles:
     """Read the files that the options of `add_planner` name.
+
+    Args:
+        args: The options.
+        num_ranks: Ranks to plan for.
 
     Raises:
         NeuroShardError: A file cannot be used.
@@ -234,12 +272,20 @@ def read_files(args: argparse.Namespace) -> PlannerFiles:
     check_cost_model(args.cost_model)
     placement, constraints = getattr(args, "placement", None), args.constraints
     with phase("reading the files"):
-        return PlannerFiles(
+        found = PlannerFiles(
             model=find_model(args.model),
             constraints=constraints and read_constraints(constraints),
             profiles={} if args.profiles is None else load_profiles(args.profiles),
             placement=placement and read_placement(placement),
         )
+    if isinstance(found.model, TableFile):
+        modules = by_module(found.model.read.tables)
+        names = [(path, t.name) for path, own in modules.items() for t in own]
+        if found.constraints is not None:
+            found.constraints.check_names({k for n in names for k in table_keys(*n)})
+        if found.placement is not None:
+            found.placement.rules([full_name(*n) for n in names], num_ranks)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

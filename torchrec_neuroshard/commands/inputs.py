@@ -41,6 +41,7 @@ from torchrec_neuroshard.commands.files import (
     PlannerFiles,
     TableConstraints,
     TableFile,
+    by_module,
     find_model,
 )
 from torchrec_neuroshard.errors import (
@@ -61,7 +62,7 @@ from torchrec_neuroshard.plans.one_rank import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
 from torchrec_neuroshard.tables.profile import FeatureProfile
 from torchrec_neuroshard.tables.table import TableConfig
-from torchrec_neuroshard.tables.table_keys import table_keys, unknown_table
+from torchrec_neuroshard.tables.table_keys import table_keys
 
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -153,11 +154,8 @@ def build_model(
 ) -> GivenModel:
     """Build tables on the "meta" device, with their optimizers.
 
-    Tables with weighted lookups get a collection of their own. Those whose rows are not
-    pooled get an `EmbeddingCollection` for each width.
-
     Args:
-        tables: The model's tables.
+        tables: The model's tables; `by_module` says in which collections they are.
         not_described: Names of tables without a given pooling factor.
 
     Raises:
@@ -187,15 +185,9 @@ def build_model(
                 access_histogram=tuple(n / share for n in whole.access_histogram),
             )
             profiles.update(dict.fromkeys(features, profile))
-    held: dict[str, list[TableConfig]] = {"plain": [], "weighted": []}
-    for table in tables:
-        kind = "weighted" if table.weighted else "plain"
-        if not table.pooled:
-            kind = f"sequences_{table.embedding_dim}"
-        held.setdefault(kind, []).append(table)
-    found = {kind: _collection(those) for kind, those in held.items() if those}
+    found = {path: _collection(own) for path, own in by_module(tables).items()}
     return GivenModel(
-        module=nn.ModuleDict(found) if len(found) > 1 else next(iter(found.values())),
+        module=found[""] if "" in found else nn.ModuleDict(found),
         sharders=get_default_sharders(),
         constraints=constraints,
         profiles=profiles,
@@ -258,10 +250,9 @@ def given_constraints(
     paths = table_paths(model.module, model.sharders)
     tables = {(module_path, config.name) for module_path, config in paths}
     keys = {key for table in tables for key in table_keys(*table)}
+    file.check_names(keys)
     fields: dict[str, dict[str, Any]] = {}
     for entry, read in file.tables.items():
-        if entry not in keys | {"*"}:
-            raise ConfigError(f"'{file.path}' {unknown_table('names', entry, keys)}")
         fields[entry] = _arguments(read)
         try:
             check_constraints({entry: ParameterConstraints(**fields[entry])})

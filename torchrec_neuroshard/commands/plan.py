@@ -67,7 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.seconds is not None:
         limits = dataclasses.replace(limits, time_budget_seconds=args.seconds)
     devices = devices_named(args.card, args.ranks, args.ranks_per_node, args.memory_gb)
-    files = read_files(args)
+    files = read_files(args, args.ranks)
     with loading():
         from torchrec_neuroshard.commands.plan_run import plan
     return plan(args, files, devices, limits)
@@ -96,7 +96,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         for ranks in args.ranks
     ]
     seconds = _CELL_SECONDS if args.seconds is None else args.seconds
-    files = read_files(args)
+    files = read_files(args, max(args.ranks))
     with loading():
         from torchrec_neuroshard.commands.plan_run import sweep
     return sweep(args, files, devices, seconds)
