@@ -33,7 +33,8 @@ from harness.options import RunError, option
 from harness.pages import write_page
 from harness.planning import BEST_PRACTICE, PLANNERS, PlanningDesk
 from harness.provenance import describe_run
-from harness.race_page import AGAIN, DENSE, page, summary
+from harness.race_page import AGAIN, DENSE, page
+from harness.race_summary import summary
 from harness.race_tasks import Task, make_tasks
 from harness.ranks import Ranks, SpeedReference, run_on_ranks
 from harness.training_runs import TrialConfig, TrialError, TrialResult, train_in_turn
@@ -326,9 +327,8 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
         data["minutes"] = (time.monotonic() - start) / 60
         if ranks.rank == 0:
             write_page(Path(config.out), data, page(data))
-            print(summary(found), flush=True)
-    if ranks.rank == 0:
-        print(f"wrote {config.out}.md after {data['minutes']:.0f} minutes")
+            print(f"wrote {config.out}.md after {data['minutes']:.0f} minutes")
+            print(summary(found, data), flush=True)
 
 
 def start(config: RaceConfig) -> Ranks:
@@ -341,8 +341,9 @@ def start(config: RaceConfig) -> Ranks:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the race and return the exit code."""
-    # Hide notices of torch about its internals.
-    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    # Hide notices of torch and TorchRec about their internals.
+    for name in ("torch.fx", "root"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     return run_on_ranks(RaceConfig, arguments, __doc__ or "", start, run)
 

@@ -203,31 +203,6 @@ EXPECTED: dict[str, Callable[[dict[str, Any]], bool]] = {
 fewer rounds, and with other prices of replicas and exchanges."""
 
 
-def summary(task: dict[str, Any]) -> str:
-    """Return the result of one task as lines of text."""
-    base = better(task)
-    whole, part = (float(np.median(times(task, base, what))) for what in MEASURES)
-    said = task["plans"][base]["predicted"][EMBEDDING]
-    lines = [
-        f"{task['name']}: {task['num_tables']} tables, {task['batch_size']:,} samples "
-        f"a rank, {task['optimizer']}",
-        f"  TorchRec's better plan, {base}: iteration {whole:.1f} ms, of which tables "
-        f"{part:.1f} ms ({said:.1f} predicted)",
-    ]
-    for name, entry in task["plans"].items():
-        if "failed" in entry:
-            lines.append(f"  {name} failed: {entry['failed']}")
-        elif name in RACERS:
-            mark = ", the same plan" if same(task, name, base) else ""
-            lines.append(
-                f"  {name}: tables' part {ratio(task, name, base, EMBEDDING)} of it "
-                f"({predicted(task, name, base):.3f} predicted{mark}), iteration "
-                f"{ratio(task, name, base, ITERATION)}"
-            )
-    noise = ratio(task, AGAIN, BEST_PRACTICE, ITERATION)
-    return "\n".join([*lines, f"  equal plans: iteration {noise}"])
-
-
 def page(data: dict[str, Any]) -> str:
     """Return the comparison in Markdown."""
     where, tasks, kept = data["hardware"], data["tasks"], kept_tasks(data)

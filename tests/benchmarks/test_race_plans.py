@@ -21,8 +21,8 @@ from harness.race_page import (
     better,
     page,
     ratio,
-    summary,
 )
+from harness.race_summary import QUIET_DRIFT, noise_of, summary
 from harness.race_tasks import MOST_LOOKUPS, family_of, make_tasks
 from tests.builders import torchrun
 from torchrec_neuroshard.costs.simulator import PHASES
@@ -47,7 +47,7 @@ def test_all_plans_train_the_same_model(tmp_path: Path) -> None:
     assert [t["name"] for t in data["tasks"]] == ["mlperf-2", "sequences-2"]
     assert (tmp_path / "run.md").read_text() == page(data)
     for task in data["tasks"]:
-        assert summary(task) in out
+        assert summary(task, data) in out
         plans = task["plans"]
         assert list(plans) == [*PLANNERS, AGAIN, DENSE]
         for name, entry in plans.items():
@@ -144,6 +144,99 @@ def test_noise_is_two_standard_errors() -> None:
     plans = {OURS: plan_of(*many), BEST_PRACTICE: plan_of(*np.ones(1_000))}
     found = ratio({"plans": plans}, OURS, BEST_PRACTICE, ITERATION)
     assert found.noise == pytest.approx(2 * 1.023 * 0.05 / math.sqrt(1_000), rel=0.1)
+
+
+def told(
+    ours_ms: float,
+    *,
+    spread: float = 0.0,
+    drift: float = 1.0,
+    predicted_ms: float = 50.0,
+    **cost_model: Any,
+) -> list[str]:
+    """Return the lines about our plan beside one of 60 ms, of them 10 dense layers'."""
+    noise = np.exp(np.random.default_rng(0).normal(0.0, spread, (2, 20)))
+    plans = {
+        OURS: plan_of(*(ours_ms * noise[0]), predicted_ms=45.0),
+        BEST_PRACTICE: plan_of(*[60.0] * 20, predicted_ms=predicted_ms),
+        AGAIN: plan_of(*(60.0 * noise[1])),
+        DENSE: plan_of(*[10.0] * 20),
+    }
+    for number, plan in enumerate(plans.values()):
+        plan["shards"] = {"t0": f"table_wise {number}:8"}
+        plan["predicted"]["phases_ms"] = dict.fromkeys(PHASES, 3.0)
+        plan["rounds"] |= {"phases_ms": [[10.0] * 5] * 20, "reference_ms": [6.0] * 20}
+    named = ("name", "num_tables", "optimizer")
+    task = {**dict.fromkeys(named, "-"), "batch_size": 8, "plans": plans}
+    costs = {
+        "source": "measured (mean error 11%)",
+        "hardware": "this CPU",
+        "comms_source": "measured (median error 10%)",
+        "reference_ms": 5.0,
+    }
+    data = {
+        "world_size": 2,
+        "hardware": {"device": "this CPU"},
+        "load_average": (0.0, 2.4, 0.0),
+        "most_drift": race_plans.MOST_DRIFT,
+        "cost_model": costs | cost_model,
+    }
+    return summary({**task, "drift": drift}, data).splitlines()
+
+
+def test_the_summary_begins_with_the_tables_and_ends_with_a_sentence() -> None:
+    lines = told(55.0)
+    assert (
+        lines[1]
+        == "tables' part of an iteration: 50.0 ms with TorchRec's best practice"
+    )
+    assert lines[2] == "  our plan: 0.900 of it (0.900 to 0.900), predicted 0.900"
+    assert lines[3] == "whole iteration: 60.0 ms with TorchRec's best practice"
+    assert lines[-1] == (
+        "With our plan, the tables' part took 0.90 of TorchRec's best practice (0.90 "
+        "to 0.90), the iteration 0.92: our plan is faster, by more than the noise of "
+        "0.0%."
+    )
+    assert len(lines) == 7  # a quiet machine and a close prediction need no more
+    assert "our plan is slower, by more than" in told(66.0)[-1]
+    assert "no more than this machine's noise of " in told(60.5, spread=0.05)[-1]
+
+
+def test_the_noise_is_that_of_equal_plans_if_it_is_larger() -> None:
+    plans = {name: plan_of(*[60.0] * 20) for name in (OURS, BEST_PRACTICE)}
+    plans |= {AGAIN: plan_of(*[57.0] * 20), DENSE: plan_of(*[10.0] * 20)}
+    found = noise_of({"plans": plans}, [OURS], EMBEDDING)
+    assert found == pytest.approx(50.0 / 47.0 - 1)
+
+
+def test_a_noisy_machine_is_told() -> None:
+    quiet, noisy = "\n".join(told(55.0)), "\n".join(told(55.0, drift=1.2))
+    assert "noise: rounds vary by 20%;" in noisy and 1.2 > QUIET_DRIFT
+    for text in ("its load average was 2.4", "each of the 2 ranks needs a core"):
+        assert text in noisy and text not in quiet
+    assert "Run it again while nothing else runs" in "\n".join(told(55.0, spread=0.3))
+    last = told(55.0, drift=race_plans.MOST_DRIFT + 0.05)[-1]
+    assert last.endswith("but rounds varied by 35%, so this run decides nothing.")
+
+
+def test_a_poor_prediction_is_explained() -> None:
+    assert "prediction:" not in "\n".join(told(55.0, predicted_ms=40.0))
+    here = told(55.0, predicted_ms=25.0)
+    assert here[6:9] == [
+        "prediction: 25.0 ms instead of 50.0 for TorchRec's best practice (kernels "
+        "6.0, measured 20.0; collectives 9.0, measured 30.0)",
+        "  kernels: measured (mean error 11%), this CPU; collectives: measured "
+        "(median error 10%)",
+        "  A core takes 1.20 times as long as when the kernels were measured.",
+    ]
+    advice = "Not all of it was measured on this kind of machine"
+    assert advice not in "\n".join(here)
+    for unmeasured in (
+        {"source": "physical estimate, not measured", "reference_ms": 0.0},
+        {"hardware": "another CPU"},
+        {"comms_source": "measured on another CPU as a stand-in"},
+    ):
+        assert advice in "\n".join(told(55.0, predicted_ms=25.0, **unmeasured))
 
 
 def test_a_drifting_machine_is_seen() -> None:
