@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from tests.builders import (
     make_header,
     write_records,
 )
+from torchrec_neuroshard.bundles import cache
+from torchrec_neuroshard.bundles.cache import CacheKey
 from torchrec_neuroshard.bundles.descriptions import COMPUTE_DESCRIPTION, BundleInfo
 from torchrec_neuroshard.bundles.fit import as_cost_model, fit_model, train
 from torchrec_neuroshard.bundles.fit_physics import best_factor
@@ -204,6 +207,62 @@ def test_measures_and_trains(
     assert f"'{started}' unchanged: " in said and "calibrated: " in said
     card = (out / "CARD.md").read_text()
     assert f"{len(of_plans)} ranks of 3 plans of held-out tables" in card
+
+
+def test_calibrate_says_what_is_known_about_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: object, **settings: object) -> None:
+        raise RecordError("nothing is measured here")
+
+    def told(out: Path, *options: str) -> str:
+        assert main(["calibrate", "--device", "cpu", "--out", str(out), *options]) == 2
+        said = capsys.readouterr()
+        assert "nothing is measured here" in said.err
+        return said.out
+
+    monkeypatch.setattr("torchrec_neuroshard.commands.measure.measure_kernels", stop)
+    monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
+    shipped, out = PRETRAINED / "cpu_epyc", tmp_path / "mine"
+    info = COMPUTE_BUNDLE.read_info(shipped)
+
+    def use_cpu(name: str) -> None:
+        monkeypatch.setattr(
+            "torchrec_neuroshard.hardware.devices.cpu_name", lambda: name
+        )
+
+    use_cpu("A CPU (1/2)")
+    said = told(out)
+    assert "no shipped bundle was measured on A CPU (1/2)" in said
+    assert "takes up to about 8 minutes" in said
+    assert "in the cache" not in said and "earlier run" not in said
+    assert "about 2 minutes" in told(out, "--seconds", "100")
+    use_cpu(info.fingerprint.device)
+    key = CacheKey(
+        device=info.fingerprint.device,
+        device_type="cpu",
+        world_size=2,
+        local_world_size=2,
+        optimizers=("sgd",),
+        data_types=("fp32",),
+    )
+    cache.store(shipped, key, created="2026-11-30T00:00:00+00:00", seconds=40.0)
+    said = told(out)
+    assert f"'cpu_epyc' was measured on this kind of device, {key.device}:" in said
+    assert f"first launches on {key.device} left 1 in the cache" in said
+    out.mkdir()
+    (out / RECORDS_NAME).touch()
+    assert f"{out / RECORDS_NAME} holds sets of an earlier run" in told(out)
+
+
+def test_calibrate_keeps_a_bundle_of_other_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(PRETRAINED / "cpu_epyc", tmp_path / "mine")
+    before = (out / "bundle.json").read_bytes()
+    assert main(["calibrate", "--device", "cpu", "--out", str(out)]) == 2
+    assert f"{out} holds a bundle of other measurements" in capsys.readouterr().err
+    assert (out / "bundle.json").read_bytes() == before
 
 
 def test_calibration_starts_from_the_nearest_bundle(tmp_path: Path) -> None:

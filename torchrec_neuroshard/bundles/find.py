@@ -196,7 +196,7 @@ def load_cost_model(
         is_auto = True
     if is_auto:
         device = _planned_device(device_type, card)
-        bundle = _shipped_for(device_type, device, None if is_altered else card)
+        bundle = shipped_for(device_type, device, None if is_altered else card)
     if bundle is not None:
         model = bundle.cost_model()
         assert bundle.compute is not None
@@ -306,7 +306,7 @@ def load_comms_model(
     # The compute model whose time unit the collectives must have.
     kernels: Bundle | None = bundle
     if bundle.compute is None:
-        kernels = _shipped_for(device_type, current_device_name(device_type))
+        kernels = shipped_for(device_type, current_device_name(device_type))
     model = bundle.comms_model(
         compute=kernels.compute if kernels else None,
         world_size=world_size,
@@ -345,10 +345,16 @@ def _measured_collectives(
     return None
 
 
-def _shipped_for(
+def shipped_for(
     device_type: str, device: str | None, card: GpuCard | None = None
 ) -> Bundle | None:
-    """Return the shipped bundle measured on a device or a card, or None."""
+    """Return the shipped bundle measured on a device or a card, or None.
+
+    Args:
+        device_type: Device type, a key of `BACKENDS`.
+        device: Name of the device; None if only the card counts.
+        card: A card of `GPU_CARDS`; None if only the device counts.
+    """
     for bundle in shipped_bundles(device_type):
         assert bundle.compute is not None
         found = bundle.compute.fingerprint.device

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
+from torchrec_neuroshard.bundles.find import shipped_for
 from torchrec_neuroshard.bundles.fit import Candidate
-from torchrec_neuroshard.bundles.format import Bundle
+from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
 from torchrec_neuroshard.bundles.make import make_bundle, make_comms_bundle
 from torchrec_neuroshard.bundles.settings import TrainConfig
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import from_options
+from torchrec_neuroshard.hardware.device_types import is_accelerator
+from torchrec_neuroshard.hardware.devices import (
+    as_device,
+    current_device_name,
+    default_device_type,
+)
 
 RECORDS_NAME = "calibration.jsonl"
 """File of measured sets in the bundle's folder. The same command continues it."""
+_CPU_SET_SECONDS = 1.5
+"""Of a CPU: 139 sets took 200 s on an AMD EPYC (25/1)."""
 _NUM_PLANS = 3
 """Plans of 4 to 8 ranks that check a calibration."""
 
@@ -68,6 +80,7 @@ def calibrate(args: argparse.Namespace, source: Path | None) -> int:
         from torchrec_neuroshard.measure.clock import MOST_SET_SECONDS
 
         records = [args.out / RECORDS_NAME]
+        _tell_known(args, records[0])
         measure_kernels(
             args, records[0], num_plans=_NUM_PLANS, set_seconds=MOST_SET_SECONDS
         )
@@ -84,6 +97,41 @@ def calibrate(args: argparse.Namespace, source: Path | None) -> int:
             "'neuroshard train' add them"
         )
     return 0
+
+
+def _tell_known(args: argparse.Namespace, records: Path) -> None:
+    """Print which bundles know this device, and how long measuring takes.
+
+    Raises:
+        ConfigError: `--out` holds a bundle of other measurements.
+    """
+    lines = []
+    if records.exists():
+        lines.append(f"{records} holds sets of an earlier run; this one continues it")
+    elif COMPUTE_BUNDLE.is_in(args.out):
+        raise ConfigError(
+            f"{args.out} holds a bundle of other measurements, which calibrating would "
+            "replace; name another folder with --out"
+        )
+    device_type = as_device(args.device or default_device_type()).type
+    device = current_device_name(device_type)
+    shipped = shipped_for(device_type, device)
+    lines.append(
+        f"no shipped bundle was measured on {device}: plans use an estimate so far"
+        if shipped is None
+        else f"the shipped bundle '{shipped.folder.name}' was measured on this kind of "
+        f"device, {device}: plans use it by default, and calibrating refines it"
+    )
+    if cached := sum(entry.key.device == device for entry in cache.entries()):
+        lines.append(
+            f"bundles of first launches on {device} in the cache: {cached}. Later "
+            "launches use them; 'neuroshard cache' lists them"
+        )
+    if not is_accelerator(device_type):
+        limit_s = args.time_budget_seconds or math.inf
+        minutes = math.ceil(min(limit_s, args.num_sets * _CPU_SET_SECONDS) / 60)
+        lines.append(f"measuring takes up to about {minutes} minutes")
+    print(*lines, sep="\n", flush=True)
 
 
 def _tell_gain(fitted: Choice[Candidate], out: Path) -> None:
