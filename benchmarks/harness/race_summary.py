@@ -119,6 +119,7 @@ def _prediction_lines(
     lines = [
         f"prediction: {said[EMBEDDING]:.1f} ms instead of {ms:.1f} for {_PLANS[base]} "
         f"({'; '.join(parts)})",
+        "  A prediction is of the tables alone, on ranks that nothing else disturbs.",
         f"  kernels: {sources[0]}, {costs['hardware']}; collectives: {sources[1]}",
     ]
     if costs["reference_ms"]:
