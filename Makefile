@@ -7,7 +7,7 @@
 # make gate     plan fixed tasks, compare with tests/gate/plans.json
 #               (GATE_ARGS=--write renews the file)
 # make demo     set up what is missing, train TorchRec's plan and ours in turn:
-#               2 minutes, 3 if other work disturbs them (DEMO_ARGS=...)
+#               a minute, up to three beside other work (DEMO_ARGS=...)
 # make race     measure this machine, train plans of 20 models in turn: an hour
 #               (TABLES=real_tables.json TENTH=yes: 2 models, 6 minutes)
 # make docs     build the documentation in site/; warnings are errors

@@ -131,7 +131,11 @@ def _prediction_lines(
     is_here = costs["hardware"] == data["hardware"]["device"]
     is_measured = all(s.startswith("measured") for s in sources)
     if is_here and is_measured and "stand-in" not in sources[1]:
-        return lines
+        return [
+            *lines,
+            "  All of it was measured on this kind of machine. If other work ran then, "
+            "measure it again.",
+        ]
     return [
         *lines,
         "  Not all of it was measured on this kind of machine. Measure it with 'make "

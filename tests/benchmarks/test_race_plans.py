@@ -231,6 +231,7 @@ def test_a_poor_prediction_is_explained() -> None:
     ]
     advice = "Not all of it was measured on this kind of machine"
     assert advice not in "\n".join(here)
+    assert "If other work ran then, measure it again" in here[-2]
     for unmeasured in (
         {"source": "physical estimate, not measured", "reference_ms": 0.0},
         {"hardware": "another CPU"},
