@@ -249,7 +249,7 @@ def test_calibrate_says_what_is_known_about_the_device(
     cache.store(shipped, key, created="2026-11-30T00:00:00+00:00", seconds=40.0)
     said = told(out)
     assert f"'cpu_epyc' was measured on this kind of device, {key.device}:" in said
-    assert f"first launches on {key.device} left 1 in the cache" in said
+    assert f"first launches on {key.device} in the cache: 1. Later" in said
     out.mkdir()
     (out / RECORDS_NAME).touch()
     assert f"{out / RECORDS_NAME} holds sets of an earlier run" in told(out)
