@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -51,7 +52,7 @@ def test_help_lists_every_command_and_loads_none() -> None:
         "    cli.main(['--help'])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 0\n"
-        "own = {'torchrec_neuroshard' + c.module for c in cli.COMMANDS}\n"
+        "own = {cli.__package__ + c.module for c in cli.COMMANDS} - {cli.__name__}\n"
         "heavy = {'torch', 'torchrec', 'numpy', *own}\n"
         "print('loaded:', *sorted(heavy & set(sys.modules)))\n"
     )
@@ -137,6 +138,68 @@ def test_misspelt_options_and_commands_are_suggested(
     shown = capsys.readouterr().err
     assert said in shown
     assert len(shown.splitlines()) == 2 and shown.endswith("lists the options\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--world-size 8", "'--world-size'; did you mean --ranks?"),
+        ("--gpu h100", "'--gpu'; did you mean --card?"),
+        ("-v", "'-v'; did you mean --verbose?"),
+        ("--storage-reservation 0.2", "did you mean --reserve?"),
+        ("--inter-host-bw 50", "did you mean --inter-gb-per-s?"),
+    ],
+)
+def test_names_of_other_tools_are_understood(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "t.csv", *words.split()])
+    assert f"unknown argument {said}\n"[-len(said) - 1 :] in capsys.readouterr().err
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for words in (["help", "plan"], ["plan", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(words)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    groups = ("\nmodel:\n", "\ncosts and search:\n", "\ndevices:\n", "\noutput:\n")
+    places = [shown[0].index(group) for group in groups]
+    assert places == sorted(places)
+    assert shown[0].rpartition("\nexamples:\n")[2].startswith("  neuroshard plan ")
+
+
+def test_bash_completes_commands_options_and_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "tables.csv").touch()
+    for words, wanted in (
+        (["swe"], "sweep"),
+        (["plan", "--host"], "--host-memory-gb"),
+        (["plan", "tab"], "tables.csv"),
+    ):
+        typed = " ".join(f"'{word}'" for word in ("neuroshard", *words))
+        shell = (
+            f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; "
+            '_shtab_neuroshard; echo "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(
+            ["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert wanted in done.stdout.split(), (words, done)
+
+
+def test_completion_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "zsh"]) == 2
+    assert "Run `pip install shtab`" in capsys.readouterr().err
 
 
 def test_a_reader_who_leaves_stops_no_command(

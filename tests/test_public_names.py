@@ -21,9 +21,9 @@ import yaml
 from packaging.version import Version
 
 import torchrec_neuroshard
-from torchrec_neuroshard.bundles.format import BUNDLE_VERSION, COMMS_VERSION
+from torchrec_neuroshard.bundles.descriptions import BUNDLE_VERSION, COMMS_VERSION
 from torchrec_neuroshard.cli import COMMANDS
-from torchrec_neuroshard.plans.plan_files import PLAN_SCHEMA_VERSION
+from torchrec_neuroshard.plans.stored_plan import PLAN_SCHEMA_VERSION
 from torchrec_neuroshard.tables.features import FEATURE_VERSION
 
 pytestmark = pytest.mark.one_release

@@ -19,7 +19,6 @@ import contextlib
 import difflib
 import importlib
 import os
-import re
 import shlex
 import signal
 import sys
@@ -27,8 +26,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TextIO
 
 from torchrec_neuroshard import __version__, progress
@@ -76,17 +76,34 @@ COMMANDS = (
     Command("collect", ".commands.measure", "measure kernels and collectives here"),
     Command("train", ".commands.bundles", "train a cost model on measurements"),
     Command("cache", ".commands.bundles", "list or delete first-launch measurements"),
+    Command("completion", ".cli", "print the script that completes words in a shell"),
     Command(
         "doctor", ".hardware.doctor", "check that torch, fbgemm and torchrec match"
     ),
 )
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("--world-size", "--num-ranks", "--gpus", "--num-gpus"), "--ranks"),
+    **dict.fromkeys(("--gpu", "--device"), "--card"),
+    **dict.fromkeys(("--nproc-per-node", "--gpus-per-node"), "--ranks-per-node"),
+    **dict.fromkeys(("--storage-reservation", "--percentage"), "--reserve"),
+    **dict.fromkeys(("--intra-node-gbs", "--intra-host-bw"), "--intra-gb-per-s"),
+    **dict.fromkeys(("--inter-node-gbs", "--inter-host-bw"), "--inter-gb-per-s"),
+    **dict.fromkeys(("--timeout", "--time-limit"), "--seconds"),
+    **dict.fromkeys(("-v", "--debug"), "--verbose"),
+    "--output": "--out",
+    "--hbm-gb": "--memory-gb",
+}
+"""What other tools call an option -> our name."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports a wrong option in one line, with the option that was probably meant."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        layout = argparse.RawDescriptionHelpFormatter  # keeps the lines of examples
+        super().__init__(allow_abbrev=False, formatter_class=layout, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = super().parse_known_args(args, namespace)
@@ -96,9 +113,19 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _meant(self, word: str) -> str:
-        known = set(re.findall(r"--[a-z][a-z-]+", self.format_help())) - {"--help"}
-        near = difflib.get_close_matches(word, known, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        known = {o for action in self._actions for o in action.option_strings}
+        own = _OTHER_NAMES.get(word)
+        near = [own] if own else difflib.get_close_matches(word, known, n=1)
+        return f"; did you mean {near[0]}?" if known & {*near} else ""
+
+    def files(self) -> Iterator[argparse.Action]:
+        """Yield the arguments that name files, also those of subcommands."""
+        for action in self._actions:
+            if isinstance(action.choices, Mapping):
+                for subparser in action.choices.values():
+                    yield from subparser.files()
+            elif action.type is Path or action.dest == "model":
+                yield action
 
     def error(self, message: str) -> NoReturn:
         text = f"{message}\n'{self.prog} --help' lists the options"
@@ -201,32 +228,69 @@ def _phases_shown() -> contextlib.AbstractContextManager[None]:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
     chosen = next((word for word in arguments if not word.startswith("-")), None)
+    names = [command.name for command in COMMANDS]
+    parser = _parser({chosen})
+    if chosen is not None and chosen not in names:
+        near = suggestion(chosen, names, "commands")
+        parser.error(f"unknown command '{chosen}'; {near}")
+    typed = shlex.join(["neuroshard", *arguments])
+    args = parser.parse_args(
+        arguments, argparse.Namespace(started=_STARTED, typed=typed)
+    )
+    if chosen is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USER_ERROR
+    with _printed(args):
+        code: int = getattr(_module(chosen), f"run_{chosen}")(args)
+    return code
+
+
+def _parser(commands: Collection[str | None]) -> _Parser:
+    """Return the parser, with the options of these commands alone."""
     parser = _Parser(
         prog="neuroshard",
         description="Shard TorchRec embedding tables by measured cost.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="command")
-    module = None
-    for name, where, text in COMMANDS:
+    for name, _, text in COMMANDS:
         subparser = subparsers.add_parser(name, help=text, description=_sentence(text))
-        if name == chosen:
-            module = importlib.import_module(where, __package__)
-            getattr(module, f"add_{name}")(subparser)
-    if chosen is not None and module is None:
-        near = suggestion(chosen, [command.name for command in COMMANDS], "commands")
-        parser.error(f"unknown command '{chosen}'; {near}")
-    typed = shlex.join(["neuroshard", *arguments])
-    args = parser.parse_args(
-        arguments, argparse.Namespace(started=_STARTED, typed=typed)
-    )
-    if module is None:
-        parser.print_help(sys.stderr)
-        return EXIT_USER_ERROR
-    with _printed(args):
-        code: int = getattr(module, f"run_{chosen}")(args)
-    return code
+        if name in commands:
+            getattr(_module(name), f"add_{name}")(subparser)
+    return parser
+
+
+def _module(command: str) -> ModuleType:
+    [where] = [c.module for c in COMMANDS if c.name == command]
+    return importlib.import_module(where, __package__)
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    parser.epilog = 'example, in ~/.bashrc:\n  eval "$(neuroshard completion bash)"'
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Print a script that completes commands, options and files.
+
+    Raises:
+        ConfigError: shtab is missing.
+    """
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError as error:
+        raise ConfigError(
+            "completion needs shtab, which is not installed. Run `pip install shtab`"
+        ) from error
+    parser = _parser([command.name for command in COMMANDS])
+    for action in parser.files():
+        action.complete = shtab.FILE  # type: ignore[attr-defined]
+    print(shtab.complete(parser, args.shell))
+    return 0
 
 
 @contextlib.contextmanager

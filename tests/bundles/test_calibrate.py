@@ -221,10 +221,12 @@ def test_calibrate_says_what_is_known_about_the_device(
         assert "nothing is measured here" in said.err
         return said.out
 
-    monkeypatch.setattr("torchrec_neuroshard.commands.measure.measure_kernels", stop)
+    monkeypatch.setattr(
+        "torchrec_neuroshard.commands.measure_run.measure_kernels", stop
+    )
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
     shipped, out = PRETRAINED / "cpu_epyc", tmp_path / "mine"
-    info = COMPUTE_BUNDLE.read_info(shipped)
+    info = COMPUTE_DESCRIPTION.read_info(shipped)
 
     def use_cpu(name: str) -> None:
         monkeypatch.setattr(

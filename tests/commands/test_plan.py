@@ -27,13 +27,19 @@ from tests.builders import (
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.commands import plan_run
-from torchrec_neuroshard.commands.files import devices_named, read_constraints
+from torchrec_neuroshard.commands.files import (
+    TableFile,
+    devices_named,
+    find_model,
+    read_constraints,
+)
 from torchrec_neuroshard.commands.inputs import (
     given_constraints,
     read_model,
     topology_of,
 )
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.topology import GB_PER_S
 from torchrec_neuroshard.planner.torchrec_plan import stock_plan
 from torchrec_neuroshard.report import Sweep, SweepCell
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -76,6 +82,69 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) 
     printed = capsys.readouterr()
     assert printed.err.startswith("neuroshard: error: ") and not printed.out
     return printed.err
+
+
+def test_options_are_figures_of_the_devices() -> None:
+    figures = {"host_memory_gb": 512.0, "intra_gb_per_s": 90.0, "inter_gb_per_s": 9.0}
+    for card, node in (("h100", 8), ("cpu", 4)):
+        found = topology_of(devices_named(card, 16, node, **figures))
+        assert {d.storage.ddr for d in found.devices} == {round(512e9 / node)}
+        rates = found.intra_host_bw, found.inter_host_bw
+        assert rates == pytest.approx((90.0 / GB_PER_S, 9.0 / GB_PER_S))
+    cards = topology_of(devices_named("h100", 8, memory_gb=40.0))
+    assert {d.storage.hbm for d in cards.devices} == {round(40e9)}
+
+
+def test_a_share_of_the_memory_is_kept_free(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without dense layers, the reservation takes the share and the inputs."""
+    left = []
+    for share in ("0.5", "0"):
+        options = ["--memory-gb", "40", "--reserve", share]
+        assert main(["plan", "t.csv", *QUICK, *options, "--json", "p.json"]) == 0
+        ranks = json.loads(Path("p.json").read_text())["plan"]["ranks"]
+        left.append(ranks[0]["memory_bytes"])
+    assert left[1] - left[0] == pytest.approx(20e9)
+    capsys.readouterr()
+    said = refused(capsys, "plan", "t.csv", "--card", "cpu", "--reserve", "0.3")
+    assert "TorchRec's reservation keeps no share of a host's memory free" in said
+    for wrong, says in (("15", "must be below 1, got 15; 0.15 are 15 %"), ("-1", "0")):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "t.csv", "--reserve", wrong])
+        assert ended.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_tables_are_made_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    found = find_model("t.csv", ["item", "user"])
+    assert isinstance(found, TableFile)
+    assert [t.pooled for t in found.read.tables] == [False, False, True]
+    planned = ["plan", "t.csv", *QUICK, "--sequences", "item, user", "--out", "s.json"]
+    assert main(planned) == 0
+    capsys.readouterr()
+    assert main(["rehearse", "s.json", "t.csv", "--sequences", "item,user"]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "plan", "t.csv", "--sequences", "itme")
+    assert "--sequences names no table: 'itme'; did you mean 'item'?" in said
+    Path("m.py").write_text("def make(): ...\n")
+    said = refused(capsys, "plan", "m.py:make", "--sequences", "item")
+    assert "--sequences is for files of tables" in said
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_a_sweep_is_written_as_page_and_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = ["--json", "s.json", "--html", "s.html"]
+    command = ["sweep", "t.csv", *QUICK, "--card", "h100,a100", *files]
+    assert main(command) == 0
+    assert "wrote s.html" in capsys.readouterr().out
+    cells = json.loads(Path("s.json").read_text())["cells"]
+    assert [cell["card"] for cell in cells] == ["h100", "a100"]
+    for cell in cells:
+        assert cell["samples_per_s"] == pytest.approx(2 * cell["rank_samples_per_s"])
+    page = Path("s.html").read_text()
+    assert "Sweep of t.csv" in page and "Most samples per second: 2 x h100" in page
 
 
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
@@ -316,7 +385,7 @@ def test_what_cannot_be_is_named(
         ("plan --memory-gib 80", "did you mean --memory-gb?"),
         ("sweep --batch-size 0", "argument --batch-size: must be at least 1, got 0"),
         ("sweep --ranks eight", "argument --ranks: 'eight' is not a whole number"),
-        ("sweep --html x.html", "unknown argument '--html'\n"),
+        ("sweep --out x.json", "unknown argument '--out'"),
         ("sweep --ranks ,", "argument --ranks: is empty; separate values by commas"),
     ],
 )

@@ -398,21 +398,18 @@ def test_two_plans_are_shown_side_by_side() -> None:
     verdict = dataclasses.replace(found, second=partly).verdict
     assert verdict.startswith("predicted (kernels: measured for 5 of 7 tables): ours")
     assert found.certainty == "" and saved["error"] is None
-    for name, error, told in (("a", 0.1, "larger than"), ("b", 0.2, "smaller than")):
-        parts = {"parts_ms": {"bwd_compute": 17.0}, "compute_errors": (0.0, error)}
-        known = dataclasses.replace(
-            found,
-            second=dataclasses.replace(found.second, **parts),
-            first=dataclasses.replace(
-                found.first, **parts | {"compute_errors": (0.0, 0.0)}
-            ),
+    path: dict[str, Any] = {"parts_ms": {"bwd_compute": 17.0}}
+    for error, told in ((0.1, "larger than"), (0.2, "smaller than")):
+        second, first = (
+            dataclasses.replace(plan, compute_errors=(0.0, off), **path)
+            for plan, off in ((found.second, error), (found.first, 0.0))
         )
+        known = dataclasses.replace(found, second=second, first=first)
         whole = (
             f"the difference is {told} the error of a predicted iteration, {error:.0%}"
         )
-        assert known.certainty.startswith(whole) and whole in str(known), name
-        same = dataclasses.replace(known, first=known.second)
-        assert same.certainty == ""
+        assert known.certainty.startswith(whole) and whole in str(known)
+        assert dataclasses.replace(known, first=second).certainty == ""
     unknown = dataclasses.replace(
         found, first=dataclasses.replace(found.first, critical_path_ms=math.nan)
     )

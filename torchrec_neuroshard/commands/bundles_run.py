@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from torchrec_neuroshard.bundles import cache
 from torchrec_neuroshard.bundles.choice import Choice, poor_fit
+from torchrec_neuroshard.bundles.descriptions import COMPUTE_DESCRIPTION
 from torchrec_neuroshard.bundles.find import shipped_for
 from torchrec_neuroshard.bundles.fit import Candidate
-from torchrec_neuroshard.bundles.format import COMPUTE_BUNDLE, Bundle
+from torchrec_neuroshard.bundles.format import Bundle
 from torchrec_neuroshard.bundles.make import make_bundle, make_comms_bundle
 from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.errors import ConfigError
@@ -108,7 +109,7 @@ def _tell_known(args: argparse.Namespace, records: Path) -> None:
     lines = []
     if records.exists():
         lines.append(f"{records} holds sets of an earlier run; this one continues it")
-    elif COMPUTE_BUNDLE.is_in(args.out):
+    elif COMPUTE_DESCRIPTION.is_in(args.out):
         raise ConfigError(
             f"{args.out} holds a bundle of other measurements, which calibrating would "
             "replace; name another folder with --out"

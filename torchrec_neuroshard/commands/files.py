@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from torchrec_neuroshard.bundles.folders import check_cost_model
 from torchrec_neuroshard.costs.placement_constraints import PlacementConstraints
-from torchrec_neuroshard.errors import CheckpointError, ConfigError
+from torchrec_neuroshard.errors import CheckpointError, ConfigError, suggestion
 from torchrec_neuroshard.files import read_fields
 from torchrec_neuroshard.hardware.cards import card_named, node_counts
 from torchrec_neuroshard.progress import phase
@@ -73,21 +74,28 @@ class ModelFunction:
         )
 
 
-def find_model(name: str) -> TableFile | ModelFunction:
+def find_model(name: str, sequences: Sequence[str] = ()) -> TableFile | ModelFunction:
     """Return the model that a command line names, without building it.
 
     Args:
         name: A file of tables, where a workload's name may follow after a colon; "-",
             which reads such a file from standard input; or "package.module:function",
             importable from the working directory, which this puts on Python's path.
+        sequences: Tables of the file whose rows are not pooled.
 
     Raises:
-        ConfigError: The file or the module does not exist.
+        ConfigError: The file or the module does not exist, or the model is a function
+            and sequences are named.
         TableError: The file's tables cannot be used.
     """
     if found := _TABLE_FILE.fullmatch(name):
         read = read_tables(found["path"], found["workload"] or None)
-        return TableFile(path=found["path"], read=read)
+        return TableFile(path=found["path"], read=_with_sequences(read, sequences))
+    if sequences:
+        raise ConfigError(
+            "--sequences is for files of tables; in a model, those of an "
+            "EmbeddingCollection are sequences. Leave it out"
+        )
     module, _, function = name.partition(":")
     folder, file = Path.cwd(), Path(module)
     is_path = file.suffix == ".py" or len(file.parts) > 1
@@ -104,6 +112,24 @@ def find_model(name: str) -> TableFile | ModelFunction:
         error = ModuleNotFoundError(f"No module named '{missing}'", name=missing)
         raise made.error(error)
     return made
+
+
+def _with_sequences(read: ReadTables, names: Sequence[str]) -> ReadTables:
+    """Return tables of which these are sequences.
+
+    Raises:
+        ConfigError: There is no such table.
+    """
+    known = [table.name for table in read.tables]
+    for name in names:
+        if name not in known:
+            near = suggestion(name, known, "tables")
+            raise ConfigError(f"--sequences names no table: '{name:.60}'; {near}")
+    tables = (
+        dataclasses.replace(table, pooled=False) if table.name in names else table
+        for table in read.tables
+    )
+    return read._replace(tables=tuple(tables))
 
 
 def _missing_module(module: str) -> str | None:
@@ -273,7 +299,7 @@ def read_files(args: argparse.Namespace, num_ranks: int) -> PlannerFiles:
     placement, constraints = getattr(args, "placement", None), args.constraints
     with phase("reading the files"):
         found = PlannerFiles(
-            model=find_model(args.model),
+            model=find_model(args.model, args.sequences),
             constraints=constraints and read_constraints(constraints),
             profiles={} if args.profiles is None else load_profiles(args.profiles),
             placement=placement and read_placement(placement),
@@ -296,15 +322,31 @@ class NamedDevices:
     """A key of `GPU_CARDS`, or "cpu"."""
     num_ranks: int
     ranks_per_node: int
-    memory_gb: float | None
-    """Memory of a GPU [GB]. None: as sold."""
+    figures: Mapping[str, float]
+    """Name in `FIGURES` -> given value. Others are as sold, or TorchRec's defaults."""
+
+
+FIGURES = ("memory_gb", "host_memory_gb", "intra_gb_per_s", "inter_gb_per_s")
+"""Options of `add_devices` that are arguments of `topology_for`."""
+
+
+def given_figures(args: argparse.Namespace) -> dict[str, float]:
+    """Return the figures of devices that options give.
+
+    Raises:
+        ConfigError: A share of a host's memory is to be kept free.
+    """
+    if args.reserve and "cpu" in args.card:
+        raise ConfigError(
+            "--reserve is for GPUs: TorchRec's reservation keeps no share of a host's "
+            "memory free. Leave it out, and lower --host-memory-gb"
+        )
+    found = {name: getattr(args, name) for name in FIGURES}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def devices_named(
-    card: str,
-    ranks: int,
-    ranks_per_node: int | None = None,
-    memory_gb: float | None = None,
+    card: str, ranks: int, ranks_per_node: int | None = None, **figures: float
 ) -> NamedDevices:
     """Return the devices that a command line asks for.
 
@@ -312,17 +354,21 @@ def devices_named(
         card: A key of `GPU_CARDS`, or "cpu".
         ranks: Number of ranks.
         ranks_per_node: None: a node of this card as sold; all ranks on CPUs.
-        memory_gb: Memory of a GPU [GB]. None: as sold.
+        figures: See `NamedDevices`.
 
     Raises:
         ConfigError: The card is unknown, or the ranks do not fill whole nodes.
     """
-    if card == "cpu" and memory_gb is not None:
+    if card == "cpu" and "memory_gb" in figures:
         raise ConfigError(
-            "the memory of a CPU's rank is the host's; leave out --memory-gb"
+            "the memory of a CPU's rank is the host's; pass it as --host-memory-gb "
+            "instead of --memory-gb"
         )
     usual = ranks if card == "cpu" else card_named(card).gpus_per_node
     _, per_node = node_counts(usual, world_size=ranks, ranks_per_node=ranks_per_node)
     return NamedDevices(
-        card=card, num_ranks=ranks, ranks_per_node=per_node, memory_gb=memory_gb
+        card=card,
+        num_ranks=ranks,
+        ranks_per_node=per_node,
+        figures=figures,
     )

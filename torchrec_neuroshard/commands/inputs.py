@@ -17,6 +17,7 @@ from torch import nn
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
+    StorageReservation,
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
@@ -52,12 +53,13 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.planner.checks import check_constraints, table_paths
 from torchrec_neuroshard.planner.compat import (
+    QuietReservation,
     accepted_arguments,
     no_options_reason,
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.table_keys import constraint_on
-from torchrec_neuroshard.planner.topology import topology_for
+from torchrec_neuroshard.planner.topology import GB, GB_PER_S, topology_for
 from torchrec_neuroshard.plans.one_rank import quietly
 from torchrec_neuroshard.tables.inputs import feature_names
 from torchrec_neuroshard.tables.profile import FeatureProfile
@@ -291,15 +293,23 @@ def topology_of(devices: NamedDevices) -> Topology:
         ConfigError: The memory is more than a GPU can have.
     """
     num_ranks, per_node = devices.num_ranks, devices.ranks_per_node
+    figures: Mapping[str, Any] = devices.figures
     if devices.card != "cpu":
         return topology_for(
-            devices.card,
-            world_size=num_ranks,
-            ranks_per_node=per_node,
-            memory_gb=devices.memory_gb,
+            devices.card, world_size=num_ranks, ranks_per_node=per_node, **figures
         )
-    looked_up = accepted_arguments(Topology, created_by_factory=True)
-    return Topology(num_ranks, "cpu", local_world_size=per_node, **looked_up)
+    given = accepted_arguments(Topology, created_by_factory=True)
+    for name, setting in (("intra", "intra_host_bw"), ("inter", "inter_host_bw")):
+        if rate := figures.get(f"{name}_gb_per_s"):
+            given[setting] = rate / GB_PER_S
+    if memory_gb := figures.get("host_memory_gb"):
+        given["ddr_cap"] = round(memory_gb * GB / per_node)
+    return Topology(num_ranks, "cpu", local_world_size=per_node, **given)
+
+
+def reservation(args: argparse.Namespace) -> StorageReservation | None:
+    """Return TorchRec's reservation with the share of --reserve; None: its default."""
+    return None if args.reserve is None else QuietReservation(args.reserve)
 
 
 def planner_arguments(
@@ -317,6 +327,7 @@ def planner_arguments(
         "constraints": dict(constraints) or None,
         "profiles": {**given.profiles, **files.profiles},
         "placement_constraints": files.placement,
+        "storage_reservation": reservation(args),
         "cost_model": args.cost_model,
         "pipeline_type": args.pipeline,
         "dense_ms": args.dense_ms,

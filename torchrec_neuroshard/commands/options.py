@@ -41,6 +41,11 @@ def option(
     parser.add_argument(name, type=kind, help=text, default=default, **others)
 
 
+def examples(parser: argparse.ArgumentParser, *lines: str) -> None:
+    """Show examples at the end of a subcommand's help, without "neuroshard"."""
+    parser.epilog = "\n  neuroshard ".join(["examples:", *lines])
+
+
 def flag(parser: Any, name: str, text: str) -> None:
     """Declare an option without a value."""
     parser.add_argument(name, action="store_true", help=text)
@@ -75,6 +80,19 @@ def number(*, zero: bool = False) -> Callable[[str], float]:
     return parse
 
 
+def names(text: str) -> list[str]:
+    """Read names with commas between them."""
+    return [name for part in text.split(",") if (name := part.strip())]
+
+
+def share(text: str) -> float:
+    """Read a share, from 0 to below 1."""
+    value = number(zero=True)(text)
+    if value >= 1:
+        raise ArgumentTypeError(f"must be below 1, got {text:.60}; 0.15 are 15 %")
+    return value
+
+
 def _parsed(kind: type[Any], text: str, wanted: str, hint: str) -> Any:
     try:
         return kind(text)
@@ -106,39 +124,52 @@ def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return parse
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Declare the model to plan, and its training pipeline."""
-    parser.add_argument(
+def add_model(parser: argparse.ArgumentParser) -> Any:
+    """Declare the model to plan, its sequences and its training pipeline.
+
+    Returns:
+        The group of these options.
+    """
+    group = parser.add_argument_group("model")
+    group.add_argument(
         "model",
         help="a .json, .yaml or .csv file of tables, or - for standard input; or "
         "package.module:function, which returns the model, best on the meta device, or "
         "(model, sharders, constraints)",
     )
+    text = "tables of the file whose rows are not pooled, separated by commas"
+    option(group, "--sequences", names, text, (), metavar="TABLES")
     known = list(SCHEDULES)
     text = f"TorchRec's training pipeline: {', '.join(known)}"
     kind = one_of(known, "training pipelines")
-    option(parser, "--pipeline", kind, text, metavar="NAME")
+    option(group, "--pipeline", kind, text, metavar="NAME")
+    return group
 
 
-def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> None:
+def add_planner(parser: argparse.ArgumentParser, seconds: float, what: str) -> Any:
     """Declare the model, and what else the planner takes.
 
     Args:
         parser: The subcommand's.
         seconds: The default of `--seconds`.
         what: What these seconds are for.
+
+    Returns:
+        The group of costs and search.
     """
-    add_model(parser)
+    model = add_model(parser)
     text = "how ids repeat: a file from 'neuroshard profile'"
-    option(parser, "--profiles", Path, text, metavar="FILE")
+    option(model, "--profiles", Path, text, metavar="FILE")
     text = "TorchRec's constraints: a JSON or YAML file, table (* for all) -> fields"
-    option(parser, "--constraints", Path, text, metavar="FILE")
-    text = "auto, the name of a shipped bundle or card, or the folder of a bundle"
-    option(parser, "--cost-model", str, text, "auto", metavar="NAME")
+    option(model, "--constraints", Path, text, metavar="FILE")
     text = "milliseconds of the other layers in an iteration"
-    option(parser, "--dense-ms", number(zero=True), text, metavar="MS")
+    option(model, "--dense-ms", number(zero=True), text, metavar="MS")
+    group = parser.add_argument_group("costs and search")
+    text = "auto, the name of a shipped bundle or card, or the folder of a bundle"
+    option(group, "--cost-model", str, text, "auto", metavar="NAME")
     text = f"time budget of {what} in seconds (default {seconds:g})"
-    option(parser, "--seconds", number(), text)
+    option(group, "--seconds", number(), text)
+    return group
 
 
 def add_devices(
@@ -153,27 +184,41 @@ def add_devices(
     """
     some = list_of if many else lambda kind: kind
     also = "; several, separated by commas" if many else ""
+    group = parser.add_argument_group("devices")
     text = f"h100, a100, ... or cpu{also}"
-    option(parser, "--card", some(str), text, "h100")
-    option(
-        parser, "--ranks", some(whole(1, _MOST_RANKS)), f"number of ranks{also}", ranks
-    )
+    option(group, "--card", some(str), text, "h100")
+    count = some(whole(1, _MOST_RANKS))
+    option(group, "--ranks", count, f"number of ranks{also}", ranks, metavar="N")
     text = "ranks per node (default: a node of this card as sold; all CPU ranks)"
-    option(parser, "--ranks-per-node", whole(), text, metavar="N")
-    text = "memory of a GPU in GB (default: as sold)"
-    option(parser, "--memory-gb", number(), text, metavar="GB")
+    option(group, "--ranks-per-node", whole(), text, metavar="N")
     text = f"samples per rank{also} (TorchRec's default, 512)"
-    option(parser, "--batch-size", some(whole()), text, metavar="N")
+    option(group, "--batch-size", some(whole()), text, metavar="N")
+    text = "memory of a GPU in GB (default: as sold)"
+    option(group, "--memory-gb", number(), text, metavar="GB")
+    text = "memory of a node's host in GB (default: TorchRec's 137 GB per rank)"
+    option(group, "--host-memory-gb", number(), text, metavar="GB")
+    text = "bandwidth of a rank to the others of its node, one way in GB/s"
+    option(group, "--intra-gb-per-s", number(), text, metavar="GB/S")
+    text = "bandwidth of a rank to other nodes, one way in GB/s"
+    option(group, "--inter-gb-per-s", number(), text, metavar="GB/S")
+    text = "share of a rank's memory to keep free (TorchRec's default, 0.15)"
+    option(group, "--reserve", share, text, metavar="SHARE")
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Declare the detail of the printed report, and the files to write it to."""
+def add_outputs(parser: argparse.ArgumentParser) -> Any:
+    """Declare the detail of the printed report, and the files to write it to.
+
+    Returns:
+        The group of these options.
+    """
+    group = parser.add_argument_group("output")
     text = "print all ranks and tables, and the source of each figure"
-    flag(parser, "--verbose", text)
+    flag(group, "--verbose", text)
     text = "write the report as a page; - prints it"
-    option(parser, "--html", Path, text, metavar="FILE")
+    option(group, "--html", Path, text, metavar="FILE")
     text = "write the report as JSON; - prints it"
-    option(parser, "--json", Path, text, metavar="FILE")
+    option(group, "--json", Path, text, metavar="FILE")
+    return group
 
 
 def add_bundle(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchrec.distributed.planner.constants import BATCH_SIZE
-from torchrec.distributed.planner.types import PlannerError, Topology
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    StorageReservation,
+    Topology,
+)
 
 from torchrec_neuroshard.commands.files import NamedDevices, PlannerFiles
 from torchrec_neuroshard.commands.inputs import (
@@ -18,6 +22,7 @@ from torchrec_neuroshard.commands.inputs import (
     made_model,
     planner_arguments,
     planning,
+    reservation,
     topology_of,
 )
 from torchrec_neuroshard.commands.options import show, write_outputs
@@ -82,7 +87,8 @@ def plan(
             limit = limits.time_budget_seconds
             text = f"comparing with TorchRec's planner, which has {limit:g} s, too"
             with phase(text):
-                compared = _compared(planner, given, limit, inputs)
+                reserved = reservation(args)
+                compared = _compared(planner, given, limit, inputs, reserved)
         if args.rehearse:
             with phase("rehearsing every rank"):
                 rehearsed = rehearse(
@@ -107,6 +113,7 @@ def _compared(
     given: GivenModel,
     seconds: float,
     inputs: dict[str, Any],
+    reservation: StorageReservation | None,
 ) -> PlanComparison | str:
     """Compare with the plan of TorchRec's planner; return why not if it has none."""
     start = time.monotonic()
@@ -118,6 +125,7 @@ def _compared(
             timeout_seconds=seconds,
             debug=False,
             stats=[],
+            storage_reservation=reservation,
             **inputs,
         )
     except PlannerError as error:
@@ -189,7 +197,7 @@ def sweep(
         text = f"{missing}, since the command was interrupted"
         swept = dataclasses.replace(swept, left_out=text)
     show(args, swept)
-    write_outputs(args, swept)
+    write_outputs(args, swept, f"Sweep of {args.model}")
     if interrupted is not None:
         raise interrupted
     return 0 if any(cell.fits for cell in swept.cells) else 1

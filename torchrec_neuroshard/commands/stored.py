@@ -10,6 +10,7 @@ from torchrec_neuroshard.commands.options import (
     add_model,
     add_outputs,
     check_files,
+    examples,
     flag,
     loading,
     number,
@@ -30,6 +31,7 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard show`."""
     parser.add_argument("plan", type=Path, help=_PLAN_HELP)
     add_outputs(parser)
+    examples(parser, "show plan.json", "show plan.json --html plan.html")
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -53,6 +55,7 @@ def add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, help=_PLAN_HELP)
     parser.add_argument("second", type=Path, help="plan file of the same tables")
     add_outputs(parser)
+    examples(parser, "diff old.json new.json")
 
 
 def run_diff(args: argparse.Namespace) -> int:
@@ -74,10 +77,12 @@ def add_rehearse(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard rehearse`."""
     parser.add_argument("plan", type=Path, help=_PLAN_HELP)
     add_model(parser)
+    devices = parser.add_argument_group("devices")
     text = "samples per rank (default: the plan's)"
-    option(parser, "--batch-size", whole(), text, metavar="N")
+    option(devices, "--batch-size", whole(), text, metavar="N")
     text = "memory of a device in GB (default: the plan's)"
-    option(parser, "--memory-gb", number(), text, metavar="GB")
+    option(devices, "--memory-gb", number(), text, metavar="GB")
+    examples(parser, "rehearse plan.json tables.csv --memory-gb 40")
     flag(parser, "--verbose", "print every rank's memory")
     option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
 
@@ -96,7 +101,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"plan file '{args.plan}' does not hold its batch size; pass --batch-size"
         )
-    model = find_model(args.model)
+    model = find_model(args.model, args.sequences)
     with loading():
         from torchrec_neuroshard.commands.stored_run import rehearse_stored
     return rehearse_stored(args, stored, model, batch_size)
@@ -113,6 +118,11 @@ def add_reshard(parser: argparse.ArgumentParser) -> None:
     option(parser, "--step", whole(0), text, metavar="N")
     flag(parser, "--verbose", "print every table that changes")
     option(parser, "--json", Path, "write the report as JSON", metavar="FILE")
+    examples(
+        parser,
+        "reshard checkpoint --to plan.json --dry-run",
+        "reshard checkpoint --to plan.json --out checkpoint-new",
+    )
 
 
 def run_reshard(args: argparse.Namespace) -> int:

@@ -104,15 +104,16 @@ def card_named(name: str) -> GpuCard:
     Raises:
         ConfigError: No card has this name.
     """
-    try:
-        return GPU_CARDS[str(name).lower()]
-    except KeyError:
-        raise ConfigError(
-            f"unknown card {name!r:.60}; "
-            f"{suggestion(str(name), GPU_CARDS, 'cards')} Known cards: "
-            f"{', '.join(GPU_CARDS)}. For another card, name the most similar "
-            "one and pass your card's own figures"
-        ) from None
+    text = str(name).lower()
+    if (card := GPU_CARDS.get(text)) is not None:
+        return card
+    near = suggestion(text, GPU_CARDS, "cards")
+    if inside := [n for n in GPU_CARDS if n in text]:
+        near = f"did you mean '{max(inside, key=len)}'?"
+    raise ConfigError(
+        f"unknown card {name!r:.60}; {near} Known cards: {', '.join(GPU_CARDS)}. For "
+        "another card, name the most similar one and pass your card's own figures"
+    )
 
 
 def node_counts(

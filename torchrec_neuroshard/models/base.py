@@ -119,7 +119,9 @@ class CostModel(ABC):
         """Relative errors of forward and backward kernels; None if unknown."""
         if self.error is not None:
             return self.error.of_card
-        return self.measured_error and (self.measured_error,) * 2
+        if self.measured_error is None:
+            return None
+        return self.measured_error, self.measured_error
 
     @property
     def additive(self) -> npt.NDArray[np.float64] | None:

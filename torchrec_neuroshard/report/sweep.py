@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.files import to_fields
 from torchrec_neuroshard.report.page import Report
 from torchrec_neuroshard.report.plan import LOOSE_GAP, PlanReport
 from torchrec_neuroshard.report.sections import Grid, GridColumn, Section
+
+_DERIVED = ("samples_per_s", "rank_samples_per_s", "limit")
+"""Properties of a cell that CSV and JSON have, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,10 +167,16 @@ class Sweep(Report):
             f"{', '.join(told)}"
         ]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        data = to_fields(self)
+        for fields, cell in zip(data["cells"], self.cells, strict=True):
+            fields |= {name: getattr(cell, name) for name in ("fits", *_DERIVED)}
+        return data
+
     def to_csv(self) -> str:
         """Return all cells as CSV, with the sources of their costs."""
-        names = ["fits", *(f.name for f in dataclasses.fields(SweepCell))]
-        names += ["samples_per_s", "limit"]
+        names = ["fits", *(f.name for f in dataclasses.fields(SweepCell)), *_DERIVED]
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(names)
