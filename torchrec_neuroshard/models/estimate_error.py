@@ -36,7 +36,7 @@ CHECKED_CARDS: Mapping[str, CardCheck] = {
 }
 """Name of a card -> its check, for tables in its memory. Both sizes of the A100 count
 as one card, as do both makes of the H100. Full data:
-`benchmarks/results/published_202611.json`."""
+`benchmarks/results/published_202611.json.xz`."""
 
 LOG_STD: Mapping[str, float] = {"forward": 0.23, "backward": 0.12}
 """Standard deviation over the cards of log(predicted / measured), from that file."""
