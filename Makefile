@@ -6,7 +6,7 @@
 # make support-table    train what docs/support.md lists, and write its table
 # make gate     plan fixed tasks, compare with tests/gate/plans.json
 #               (GATE_ARGS=--write renews the file)
-# make demo     set up what is missing, train TorchRec's plan and ours in turn:
+# make demo     set up what is missing, train TorchRec's plans and ours in turn:
 #               a minute, up to three beside other work (DEMO_ARGS=...)
 # make race     measure this machine, train plans of 20 models in turn: an hour
 #               (TABLES=real_tables.json TENTH=yes: 2 models, 6 minutes)
@@ -90,7 +90,7 @@ gate: $(STAMP)
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	benchmarks/race_plans.py --tasks mlperf-2 --planners ours,best-practice \
+	benchmarks/race_plans.py --tasks mlperf-2 --planners ours,best-practice,all-types \
 	--rounds 20 --out demo $(DEMO_ARGS)
 
 docs: $(STAMP)

@@ -141,7 +141,7 @@ def _prediction_lines(
         "  Not all of it was measured on this kind of machine. Measure it with 'make "
         "race TENTH=yes', then run",
         "  make demo DEMO_ARGS='--cost-model reproduced/measured_100 --planners "
-        "calibrated,best-practice'",
+        "calibrated,best-practice,all-types'",
     ]
 
 
