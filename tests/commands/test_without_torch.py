@@ -156,6 +156,19 @@ def test_plans_are_shown_and_compared_without_torch(folder: Path) -> None:
     assert json.loads((folder / "d.json").read_text())["second"]["name"] == "b.json"
 
 
+def test_a_dash_reads_a_plan_from_standard_input(folder: Path) -> None:
+    for command, says in (("show -", "-: made for 2 ranks"), ("diff b.json -", "-")):
+        with (folder / "a.json").open() as plan:
+            done = subprocess.run(
+                [sys.executable, "-m", "torchrec_neuroshard", *command.split()],
+                cwd=folder,
+                stdin=plan,
+                capture_output=True,
+                text=True,
+            )
+        assert (done.returncode, done.stderr) == (0, "") and says in done.stdout
+
+
 def test_the_cache_is_listed_and_cleared_without_torch(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

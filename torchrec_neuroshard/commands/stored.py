@@ -21,15 +21,21 @@ from torchrec_neuroshard.commands.options import (
 )
 from torchrec_neuroshard.errors import CheckpointError, ConfigError
 from torchrec_neuroshard.files import check_folder, check_outputs
-from torchrec_neuroshard.plans.stored_plan import read_plan
+from torchrec_neuroshard.plans.stored_plan import StoredPlan, read_plan
 from torchrec_neuroshard.progress import phase
 
 _PLAN_HELP = "plan file, from 'neuroshard plan --out' or save_plan"
+_PIPED_HELP = f"{_PLAN_HELP}; - for standard input"
+
+
+def _read(path: Path) -> StoredPlan:
+    """Read a plan file; "-" is standard input."""
+    return read_plan("/dev/stdin" if path == Path("-") else path)
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard show`."""
-    parser.add_argument("plan", type=Path, help=_PLAN_HELP)
+    parser.add_argument("plan", type=Path, help=_PIPED_HELP)
     add_outputs(parser)
     examples(parser, "show plan.json", "show plan.json --html plan.html")
 
@@ -42,7 +48,7 @@ def run_show(args: argparse.Namespace) -> int:
     """
     check_files(args, "plan")
     with phase("reading the plan"):
-        stored = read_plan(args.plan)
+        stored = _read(args.plan)
         report = stored.report()
     print(f"{args.plan}: {stored.made_for}")
     show(args, report)
@@ -52,7 +58,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 def add_diff(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard diff`."""
-    parser.add_argument("first", type=Path, help=_PLAN_HELP)
+    parser.add_argument("first", type=Path, help=_PIPED_HELP)
     parser.add_argument("second", type=Path, help="plan file of the same tables")
     add_outputs(parser)
     examples(parser, "diff old.json new.json")
@@ -67,7 +73,7 @@ def run_diff(args: argparse.Namespace) -> int:
     check_files(args, "first", "second")
     names = str(args.first), str(args.second)
     with phase("comparing the plans"):
-        found = read_plan(args.first).compared_to(read_plan(args.second), names)
+        found = _read(args.first).compared_to(_read(args.second), names)
     show(args, found)
     write_outputs(args, found, " and ".join(names))
     return 0
@@ -75,7 +81,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def add_rehearse(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard rehearse`."""
-    parser.add_argument("plan", type=Path, help=_PLAN_HELP)
+    parser.add_argument("plan", type=Path, help=_PIPED_HELP)
     add_model(parser)
     devices = parser.add_argument_group("devices")
     text = "samples per rank (default: the plan's)"
@@ -95,7 +101,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
     """
     check_files(args, "plan")
     with phase("reading the plan"):
-        stored = read_plan(args.plan)
+        stored = _read(args.plan)
     batch_size = args.batch_size or stored.fingerprint.batch_size
     if batch_size is None:
         raise ConfigError(
