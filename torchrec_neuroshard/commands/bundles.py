@@ -12,6 +12,7 @@ from torchrec_neuroshard.bundles.settings import TrainConfig
 from torchrec_neuroshard.commands.options import (
     add_bundle,
     add_measuring,
+    examples,
     loading,
     one_of,
     option,
@@ -40,6 +41,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     )
     text = "world sizes of 'collect comms' to hold out as the test set"
     option(parser, "--test-world-sizes", whole(), text, nargs="+", metavar="N")
+    examples(parser, "train comms.jsonl --out my_node")
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -73,6 +75,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
     text = "use these files from 'neuroshard collect compute'; measure nothing"
     option(parser, "--records", Path, text, nargs="+", metavar="FILE")
     add_measuring(parser.add_argument_group("without --records"), _NUM_SETS)
+    examples(parser, "calibrate --out my_node --num-sets 100 --seconds 240")
 
 
 def run_calibrate(args: argparse.Namespace) -> int:

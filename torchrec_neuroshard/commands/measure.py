@@ -9,6 +9,7 @@ from pathlib import Path
 from torchrec_neuroshard.commands.options import (
     add_measuring,
     add_time_budget,
+    examples,
     loading,
     number,
     one_of,
@@ -51,6 +52,7 @@ def _add_compute(parser: argparse.ArgumentParser) -> None:
     names = ("LOW", "HIGH")
     text = "fewest and most samples"
     option(ranges, "--batch-sizes", whole(), text, nargs=2, metavar=names)
+    examples(parser, "collect compute --out kernels.jsonl --num-sets 300")
 
 
 def _add_comms(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +74,10 @@ def _add_comms(parser: argparse.ArgumentParser) -> None:
     )
     text = "also measure groups of the first N ranks"
     option(parser, "--group-sizes", whole(), text, (), nargs="*", metavar="N")
+    parser.epilog = (
+        "examples:\n  torchrun --nproc-per-node 8 -m torchrec_neuroshard collect comms "
+        "--out comms.jsonl"
+    )
 
 
 def run_collect(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchrec_neuroshard.commands.options import option, tell_written, whole
+from torchrec_neuroshard.commands.options import examples, option, tell_written, whole
 from torchrec_neuroshard.errors import ProfileError
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.progress import phase
@@ -34,6 +34,7 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     option(parser, "--features", str, text, nargs="+", metavar="NAME")
     text = "rows to read; best are the samples of one iteration over all ranks"
     option(parser, "--samples", whole(1, _MOST_SAMPLES), text, 65_536, metavar="N")
+    examples(parser, "profile day_0.parquet --out profiles.json --samples 65536")
 
 
 def _hot_ids(profiles: Mapping[str, FeatureProfile]) -> str:

@@ -38,7 +38,7 @@ its links kept; with all of those left out (the worst of A100, H100 and B200); R
 worse of two tables of MI355X). Source: `benchmarks/results/published_202611.md`."""
 _BETWEEN_NODES_ERROR = 0.6
 """Largest error between nodes: in a traced job of 16 A100, all-to-alls take up to 1.6
-times as long as predicted. nccl-tests of 16 B200, left out of the fit, are 3 % off."""
+times as long as predicted (docs/gpus.md). nccl-tests of 16 B200 are 3 % off."""
 _RCCL_START_US = 23.6
 """RCCL's start above NCCL's: rccl-tests on 8 MI355X against nccl-tests on 8 B200."""
 
