@@ -25,7 +25,8 @@ from harness.pages import table
 from harness.planning import count_types
 from harness.provenance import commit, now
 from torchrec_neuroshard import NeuroShardPlanner, topology_for
-from torchrec_neuroshard.commands.inputs import GivenModel, read_model
+from torchrec_neuroshard.commands.files import find_model
+from torchrec_neuroshard.commands.inputs import GivenModel, made_model
 from torchrec_neuroshard.files import json_text, read_json, write_whole
 
 HERE = Path(__file__).parent
@@ -156,7 +157,7 @@ def _configs(module: Any) -> Sequence[Any]:
 
 def predict(job: Job) -> dict[str, Any]:
     """Return the predictions of a job's own plan, and of ours."""
-    given = read_model(str(EXAMPLES / job.tables))
+    given = made_model(find_model(str(EXAMPLES / job.tables)))
     return {
         "job": {**dataclasses.asdict(job), "types": dict(job.types)},
         "theirs": plan_of(job, given, job.types),

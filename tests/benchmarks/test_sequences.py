@@ -9,7 +9,8 @@ import pytest
 import bench_jobs
 import bench_sequences
 from torchrec_neuroshard.bundles.fit_sequences import fit_sequences
-from torchrec_neuroshard.commands.inputs import read_model
+from torchrec_neuroshard.commands.files import find_model
+from torchrec_neuroshard.commands.inputs import made_model
 from torchrec_neuroshard.files import read_json
 from torchrec_neuroshard.measure.records import steady_records
 from torchrec_neuroshard.measure.store import read_records
@@ -28,7 +29,7 @@ def test_the_page_of_jobs_is_that_of_the_frozen_predictions() -> None:
 
 @pytest.mark.parametrize("job", bench_jobs.JOBS, ids=lambda job: job.name)
 def test_jobs_are_read_from_the_examples(job: bench_jobs.Job) -> None:
-    given = read_model(str(bench_jobs.EXAMPLES / job.tables))
+    given = made_model(find_model(str(bench_jobs.EXAMPLES / job.tables)))
     tables = {c.name for m in given.module.modules() for c in bench_jobs._configs(m)}
     assert {*job.types} - {""} <= tables
     assert "item" in tables or "item_id" in tables

@@ -34,8 +34,9 @@ from torchrec_neuroshard.commands.files import (
     read_constraints,
 )
 from torchrec_neuroshard.commands.inputs import (
+    GivenModel,
     given_constraints,
-    read_model,
+    made_model,
     topology_of,
 )
 from torchrec_neuroshard.planner.planner import NeuroShardPlanner
@@ -58,6 +59,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("t.csv").write_text(TABLES)
+
+
+def read_model(name: str) -> GivenModel:
+    """The model that a command line names."""
+    return made_model(find_model(name))
 
 
 def planner_for(

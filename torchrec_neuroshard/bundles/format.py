@@ -33,17 +33,13 @@ from torchrec_neuroshard.bundles.descriptions import (
     CommsBundleInfo,
     Description,
 )
-from torchrec_neuroshard.errors import (
-    BundleCorruptError,
-)
+from torchrec_neuroshard.errors import BundleCorruptError
 from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.hardware.devices import plain_torch
 from torchrec_neuroshard.models.collectives import MeasuredCommsModel
 from torchrec_neuroshard.models.compute import NeuralCostModel
 from torchrec_neuroshard.models.network import SetCostNetwork
-from torchrec_neuroshard.tables.features import (
-    FEATURE_NAMES,
-)
+from torchrec_neuroshard.tables.features import FEATURE_NAMES
 
 _WEIGHTS_NAME = "weights.safetensors"
 

@@ -43,7 +43,6 @@ from torchrec_neuroshard.commands.files import (
     TableConstraints,
     TableFile,
     by_module,
-    find_model,
 )
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -83,11 +82,6 @@ class GivenModel:
     sharders: list[ModuleSharder[Any]]
     constraints: Mapping[str, ParameterConstraints]
     profiles: Mapping[str, FeatureProfile]
-
-
-def read_model(name: str) -> GivenModel:
-    """Return the model that a command line names; see `find_model` and `made_model`."""
-    return made_model(find_model(name))
 
 
 def made_model(found: TableFile | ModelFunction) -> GivenModel:

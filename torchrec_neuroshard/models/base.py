@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.models.card_physics import PhysicalConstants, host_memory_ms
-from torchrec_neuroshard.models.estimate_error import (
-    EstimateError,
-)
+from torchrec_neuroshard.models.estimate_error import EstimateError
 from torchrec_neuroshard.tables.features import OUTPUT_BYTES_PER_VALUE
 
 COLLECTIVES: tuple[str, ...] = (

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_neuroshard.costs.placement_rules import (
-    PlacementRules,
-)
+from torchrec_neuroshard.costs.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.option_facts import table_name
 from torchrec_neuroshard.planner.reader import TableReader
 from torchrec_neuroshard.planner.spread_options import sample_shards

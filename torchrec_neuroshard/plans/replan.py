@@ -49,9 +49,7 @@ from torchrec_neuroshard.errors import ConfigError, check_kind, check_number
 from torchrec_neuroshard.exchange import from_all, from_first, is_over_gloo
 from torchrec_neuroshard.hardware.device_types import backend_of, is_accelerator
 from torchrec_neuroshard.planner.checks import check_profiles
-from torchrec_neuroshard.planner.compat import (
-    sharders_by_type,
-)
+from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.given_plans import copied, planned_paths
 from torchrec_neuroshard.planner.option_facts import table_name
