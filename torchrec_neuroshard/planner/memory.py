@@ -661,16 +661,22 @@ class MemoryModel:
                 skew_N[own] = self._skews(option, first_N[own], rows_N[own])
         return skew_N
 
-    def overflow(self, options: Sequence[ShardingOption], room: Topology) -> str | None:
+    def overflow(
+        self,
+        options: Sequence[ShardingOption],
+        room: Topology,
+        ranks: Sequence[RankMemory] | None = None,
+    ) -> str | None:
         """Return a text on the rank that a plan overfills most; None if all ranks fit.
 
         Args:
             options: Placed and estimated options, one per table.
             room: The devices, with the memory left for shards.
+            ranks: What `ranks` returns for the options, if that is known.
         """
         over = []
         for found, left, whole in zip(
-            self.ranks(options),
+            ranks or self.ranks(options),
             room.devices,
             self._reader.topology.devices,
             strict=True,
@@ -732,11 +738,16 @@ class MemoryModel:
         for (_, shard), used in zip(shards, used_N, strict=True):
             shard.storage = Storage(hbm=used, ddr=shard.storage.ddr)
 
-    def parts(self, options: Sequence[ShardingOption]) -> list[dict[str, float]]:
+    def parts(
+        self,
+        options: Sequence[ShardingOption],
+        ranks: Sequence[RankMemory] | None = None,
+    ) -> list[dict[str, float]]:
         """Return what the storage of each rank's shards consists of.
 
         Args:
             options: Placed options, one per table, after `attribute`.
+            ranks: What `ranks` returns for the options, if that is known.
 
         Returns:
             For each rank the names in `MEMORY_PARTS`, which add up to the storage of
@@ -752,7 +763,8 @@ class MemoryModel:
                 used_W2[shard.rank, int(id(option) in known)] += used
                 num_shards_W[shard.rank] += 1
         found = []
-        ranks = self.ranks([o for o in options if id(o) in known])
+        if ranks is None or len(known) < len(options):
+            ranks = self.ranks([o for o in options if id(o) in known])
         for memory, used_2, num_shards in zip(
             ranks, used_W2.tolist(), num_shards_W.tolist(), strict=True
         ):

@@ -133,8 +133,12 @@ def describe_plan(
     lengths = LengthReport.of(predicted)
     known += length_notes(lengths)
     known += stash_notes(costs, selected)
-    if memory is not None and (full := memory.overflow(selected, room)):
-        known.append(Note("memory", full, severity="error"))
+    parts_bytes = None
+    if memory is not None:
+        allocated = memory.ranks(selected)
+        if full := memory.overflow(selected, room, allocated):
+            known.append(Note("memory", full, severity="error"))
+        parts_bytes = memory.parts(selected, allocated)
     known += cautions(costs, selected)
     known += notes
     result = SearchResult(
@@ -157,7 +161,7 @@ def describe_plan(
         predicted.ranks,
         [int(getattr(d.storage, tier)) for d in devices],
         [int(getattr(d.storage, tier)) for d in costs.topology.devices],
-        None if memory is None else memory.parts(selected),
+        parts_bytes,
     )
     task = placed.task
     if task is not None and best is not None:
